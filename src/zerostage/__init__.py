@@ -1,0 +1,33 @@
+"""zerostage: plan, train and audit ZeRO data parallelism on PyTorch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+# Imported when first used, so that planning needs no torch.
+_HOME = {
+    "Partition": "partition",
+    "Precision": "precision",
+    "OrderError": "collectives",
+    "Ledger": "ledger",
+    "Traffic": "ledger",
+    "Audit": "auditing",
+    "audit": "auditing",
+    "load_weights": "weights",
+    **dict.fromkeys(
+        ("shard", "no_sync", "gathered", "clip_grad_norm_", "full_state_dict", "memory", "traffic", "close"), "engine"
+    ),
+}
+__all__ = sorted(_HOME)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'zerostage' has no attribute '{name}'")
+    return getattr(import_module(f"zerostage.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

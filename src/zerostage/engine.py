@@ -1,0 +1,401 @@
+"""The public functions: shard a model and its optimizer, and what a training script then calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostage import ledger as accounts
+from zerostage.collectives import World
+from zerostage.division import Division, divide
+from zerostage.ledger import Ledger, Traffic
+from zerostage.norm import grad_norm, scale_gradients
+from zerostage.optimizer import Driver
+from zerostage.partition import Partition
+from zerostage.precision import Precision
+from zerostage.schedule import Schedule, in_backward
+from zerostage.unit import Flat, Unit
+
+log = logging.getLogger("zerostage")
+
+
+class Engine:
+    """What holds one sharded model together. Reached through `engine_of(model)`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        divisions: list[Division],
+        world: World,
+        precision: Precision | None,
+        prefetch: int,
+        optimized: bool,
+    ) -> None:
+        self.model, self.world, self.prefetch = model, world, prefetch
+        self.units: list[Unit] = []
+        self.driver: Driver | None = None
+        self.missing: set[str] = {name for d in divisions for p, ns in zip(d.parameters, d.names) if p.is_meta for name in ns[:1]}
+        index = 0
+        for division in divisions:
+            unit = Unit(division.name, division.modules)
+            unit.resident = division.resident
+            for kind in _kinds(division, precision):
+                flat = Flat(index, unit, *kind, world, optimized)
+                flat.fill()
+                unit.flats.append(flat)
+                index += 1
+            unit.rest()
+            self.units.append(unit)
+        self.schedule = Schedule(model, self.units, world, prefetch)
+        if self.missing:
+            self._unready = model.register_forward_pre_hook(self._refuse_unready, prepend=True)
+
+    @property
+    def flats(self) -> list[Flat]:
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
+    def partition(self) -> Partition:
+        return self.world.partition
+
+    @property
+    def ranks(self) -> int:
+        return self.world.size
+
+    def _refuse_unready(self, module: nn.Module, args: Any) -> None:
+        raise RuntimeError(
+            f"the model was built on the meta device and '{min(self.missing)}' (of {len(self.missing)} parameters) has "
+            "no values yet: call zerostage.load_weights(model, folder) before the first forward"
+        )
+
+    def loaded(self, names: Iterable[str]) -> None:
+        """Note that parameters, by first name, have values now."""
+        before = bool(self.missing)
+        self.missing.difference_update(names)
+        if before and not self.missing:
+            self._unready.remove()
+
+    def storages(self) -> dict[str, list[torch.Tensor]]:
+        """The live tensors by term: what the ledger and the audit measure."""
+        flats = self.flats
+        trainable = [flat for flat in flats if flat.trainable]
+        result = {
+            "weights": [flat.shard for flat in flats],
+            "gradients": [flat.grad for flat in trainable if flat.grad is not None],
+            "master": [flat.master for flat in trainable if flat.master_dtype != flat.dtype],
+        }
+        for name, tensors in (self.driver.state_tensors() if self.driver else {}).items():
+            result[name] = tensors
+        result["buffers"] = list(self.model.buffers())
+        result["gathered"] = [flat.whole for flat in flats if flat.divided]
+        result["in_flight"] = [flat.local for flat in trainable if flat.local is not None]
+        return result
+
+    def units_of(self, what: nn.Module | nn.Parameter | Iterable[Any]) -> list[Unit]:
+        """The units that hold the given module's or modules' parameters, in order."""
+        items = [what] if isinstance(what, (nn.Module, torch.Tensor)) else list(what)
+        wanted = {
+            parameter._flat.unit
+            for item in items
+            for parameter in (item.parameters() if isinstance(item, nn.Module) else [item])
+            if hasattr(parameter, "_flat")
+        }
+        return [unit for unit in self.units if unit in wanted]
+
+    def close(self) -> None:
+        self.schedule.close()
+        if self.driver is not None:
+            self.driver.close()
+        self.world.close()
+
+
+def engine_of(model: Any) -> Engine | None:
+    """The engine of a sharded model, of a module within or around it, or of a parameter; None if there is none."""
+    items = [model] if isinstance(model, torch.Tensor) else None
+    if items is None:
+        items = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
+    for item in items:
+        for parameter in item.parameters() if isinstance(item, nn.Module) else [item]:
+            flat = parameter.__dict__.get("_flat")
+            if flat is not None:
+                return flat.unit.engine
+    return None
+
+
+def _require(model: Any) -> Engine:
+    engine = engine_of(model)
+    if engine is None:
+        raise ValueError("this model is not sharded: call zerostage.shard(model, optimizer) first")
+    return engine
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    stage: int = 3,
+    *,
+    partition: Partition | None = None,
+    group: Any = None,
+    units: Sequence[nn.Module | str | type] | None = None,
+    precision: Precision | None = None,
+    prefetch: int = 1,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Divide a model's training state over the ranks, in place. Every rank must call it alike.
+
+    model: any module; rank 0's values are taken on all ranks. Built on the meta device, it
+        needs `load_weights` before its first forward.
+    optimizer: an elementwise torch optimizer built over `model.parameters()`. It stays the
+        same object. Without one, the model can be run and differentiated but not stepped.
+    stage: 0 to 3, or `partition` in its place.
+    group: the process group of the data-parallel ranks (default: all). Without torchrun and
+        without a process group, there is one rank.
+    units: modules, names or classes that shall each be gathered as one (default: found).
+    precision: dtypes; None keeps each parameter's own, with fp32 masters for 16-bit ones.
+    prefetch: how many units are gathered ahead of the one that computes (stage 3).
+
+    Returns (model, optimizer). Raises ValueError, on all ranks, when ranks disagree about
+    the model or the settings, or when the optimizer cannot run on divided parameters.
+    """
+    _check_arguments(model, optimizer, prefetch)
+    device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    world = World(group, partition, device, lambda ranks: Partition.from_stage(stage, ranks))
+    divisions = divide(model, units)
+    _check_agreement(world, model, divisions, optimizer, precision, prefetch)
+    for name, buffer in model.named_buffers():
+        if not buffer.is_meta:
+            world.broadcast(buffer.data, f"the buffer {name}")
+    engine = Engine(model, divisions, world, precision, prefetch, optimizer is not None)
+    for unit in engine.units:
+        unit.engine = engine
+    _guard_conversions(engine)
+    if optimizer is not None:
+        engine.driver = Driver(optimizer, engine.schedule, world)
+    model.register_load_state_dict_post_hook(lambda module, keys: _after_load_state_dict(engine))
+    world.meter.reset()
+    return model, optimizer
+
+
+def _check_arguments(model: nn.Module, optimizer: Any, prefetch: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; shard takes a torch.nn.Module")
+    if engine_of(model) is not None:
+        raise ValueError("this model is sharded already; shard it once, with its optimizer")
+    if not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch!r}; it must be a whole number of units, 0 or more")
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; shard takes a torch.optim.Optimizer")
+    known = {id(p) for p in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"parameter group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
+                    "the model does not have: build the optimizer over model.parameters() of this model"
+                )
+
+
+def _check_agreement(
+    world: World, model: nn.Module, divisions: list[Division], optimizer: Any, precision: Any, prefetch: int
+) -> None:
+    """All ranks must divide the same model in the same way; otherwise their collectives would not match."""
+    facts: dict[str, Any] = {
+        "settings": (world.partition, precision, prefetch, type(optimizer).__name__),
+        "units": [division.name for division in divisions],
+        "buffers": [(name, tuple(b.shape), b.dtype, b.is_meta) for name, b in model.named_buffers()],
+    }
+    for division in divisions:
+        for parameter, names in zip(division.parameters, division.names):
+            facts[names[0]] = (names, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+    if optimizer is not None:
+        names_of = {p: names[0] for d in divisions for p, names in zip(d.parameters, d.names)}
+        for number, group in enumerate(optimizer.param_groups):
+            facts[f"parameter group {number}"] = [names_of[p] for p in group["params"]]
+    everyone = world.collect_objects(facts, "zerostage.shard")
+    for rank, other in enumerate(everyone):
+        for key in everyone[0] | other:
+            mine, theirs = everyone[0].get(key, "absent"), other.get(key, "absent")
+            if mine != theirs:
+                raise ValueError(
+                    f"the ranks do not shard the same model in the same way: '{key}' is {mine} on rank 0 and "
+                    f"{theirs} on rank {rank}"
+                )
+    meta = [p.is_meta for d in divisions for p in d.parameters]
+    metas = world.collect_objects(meta, "zerostage.shard")
+    if any(on_zero and not all(rank[i] for rank in metas) for i, on_zero in enumerate(metas[0])):
+        raise ValueError("rank 0's model is on the meta device but another rank's has values: give rank 0 the values")
+
+
+def _kinds(
+    division: Division, precision: Precision | None
+) -> Iterator[tuple[list[nn.Parameter], list[tuple[str, ...]], Precision | None]]:
+    """A unit's parameters by dtype and trainable or not, trainable ones first; each kind is one flat."""
+    kinds: dict[Any, tuple[list[nn.Parameter], list[tuple[str, ...]], Precision | None]] = {}
+    for parameter, names in zip(division.parameters, division.names):
+        own = None
+        if parameter.is_floating_point():
+            own = precision or Precision.of(parameter.dtype)
+        elif parameter.requires_grad:
+            raise ValueError(f"'{names[0]}' is trainable and of dtype {parameter.dtype}; zerostage trains real numbers")
+        kind = (not parameter.requires_grad, str(own or parameter.dtype))
+        members = kinds.setdefault(kind, ([], [], own))
+        members[0].append(parameter)
+        members[1].append(names)
+    return iter(kinds[kind] for kind in sorted(kinds))
+
+
+def _guard_conversions(engine: Engine) -> None:
+    """`model.to`, `.half` and the like would replace the parameters' memory; let only those through that change nothing."""
+
+    def apply(fn: Any, recurse: bool = True) -> nn.Module:
+        for flat in engine.flats:
+            before = torch.empty(1, dtype=flat.dtype, device=flat.device)
+            after = fn(before)
+            if after.dtype != before.dtype or after.device != before.device:
+                raise RuntimeError(
+                    f"the model is sharded; it cannot be moved or cast (here from {before.dtype} on {before.device} to "
+                    f"{after.dtype} on {after.device}). Do that before zerostage.shard, or give shard a precision"
+                )
+        for module in engine.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return engine.model
+
+    engine.model._apply = apply
+
+
+def _after_load_state_dict(engine: Engine) -> None:
+    """Weights that were loaded in place are what the masters follow from here on."""
+    for flat in engine.flats:
+        if flat.trainable and not flat.divided:
+            flat.absorb_changes()
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward without communication: gradients gather on this rank until a backward outside the block.
+
+    Saves the reductions of all but the last micro-batch. Stages 0 and 1 keep whole gradients
+    anyway, so it costs no memory there. Stages 2 and 3 hold a whole local copy of the
+    gradients meanwhile (2 bytes per parameter in bf16), on top of the kept slice.
+    Accumulates in the gradients' dtype.
+    """
+    with _require(model).schedule.without_sync():
+        yield
+
+
+@contextmanager
+def gathered(what: nn.Module | nn.Parameter | Iterable[Any], write: bool = False) -> Iterator[None]:
+    """Whole weights inside the block, on every rank; every rank must enter it alike.
+
+    what: the model, modules or parameters of it; their whole units are gathered.
+    write: keep changes made inside, rank 0's on all ranks. Without it, changes to divided
+        weights are lost at the end of the block.
+
+    A loss computed inside from the weights may be differentiated after the block.
+    """
+    items = [what] if isinstance(what, (nn.Module, torch.Tensor)) else list(what)
+    engine = _require(items)
+    units = engine.units_of(items)
+    schedule = engine.schedule
+    schedule.hold(units)
+    whole = {flat.whole.untyped_storage()._cdata: flat for unit in units for flat in unit.flats if flat.divided}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        flat = whole.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if flat is None:
+            return tensor
+        return flat, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        flat, *geometry = saved
+        if in_backward():
+            schedule.keep_in_backward(flat.unit)
+        return flat.whole.as_strided(*geometry)
+
+    try:
+        if whole and torch.is_grad_enabled():
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                yield
+        else:
+            yield
+        if write:
+            for flat in (flat for unit in units for flat in unit.flats):
+                engine.world.broadcast(flat.whole, f"the values written to {flat.unit.name}")
+                flat.write_back()
+    finally:
+        schedule.let_go(units)
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; every rank must call it.
+
+    Returns the norm before clipping: an fp32 scalar on the model's device, the same on all
+    ranks and at every stage. The factor is min(1, max_norm / (norm + 1e-6)), as in torch.
+    A norm that is not finite changes nothing; the step that follows is skipped.
+    """
+    engine = _require(model)
+    flats = [flat for flat in engine.flats if flat.trainable]
+    norm = grad_norm(flats, engine.world, float(norm_type))
+    result = torch.tensor(norm, dtype=torch.float32)
+    factor = float(max_norm / (result + 1e-6))
+    if factor < 1.0:
+        scale_gradients(flats, factor)
+    if engine.driver is not None:
+        engine.driver.known_norm = tuple(flat.version for flat in engine.driver.flats), norm
+    return result.to(engine.world.device)
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
+    """Whole weights and persistent buffers on the CPU under the names of `model.state_dict()`.
+
+    On rank 0, empty on the others unless `rank0_only` is False. Gathered unit by unit and
+    copied one tensor at a time; shared parameters appear under each name and share memory.
+    Every rank must call it.
+    """
+    engine = _require(model)
+    wanted = not rank0_only or engine.world.rank == 0
+    values: dict[str, torch.Tensor] = {}
+    for unit in engine.units:
+        with torch.no_grad(), gathered(unit.flats[0].parameters):
+            for flat in unit.flats if wanted else ():
+                for slot, parameter in zip(flat.layout.slots, flat.parameters):
+                    values |= dict.fromkeys(slot.names, parameter.detach().to("cpu", copy=True))
+    if not wanted:
+        return {}
+    for prefix, module in engine.model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                values[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True)
+    return values
+
+
+def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Ledger:
+    """Bytes on this rank by term: expected, measured now, and peak. See `Ledger`."""
+    engine = _require(model)
+    if optimizer is not None and (engine.driver is None or engine.driver.optimizer is not optimizer):
+        raise ValueError("this optimizer is not the one that was sharded with the model")
+    states = list(engine.driver.state_tensors()) if engine.driver else []
+    return accounts.ledger(engine.units, engine.world, engine.prefetch, engine.storages(), states)
+
+
+def traffic(model: nn.Module) -> Traffic:
+    """Bytes sent by this rank by collective. See `Traffic`."""
+    engine = _require(model)
+    return Traffic(engine.world, engine.units)
+
+
+def close(model: nn.Module) -> None:
+    """Remove the hooks and release threads and process groups. The model's weights stay as they are."""
+    _require(model).close()

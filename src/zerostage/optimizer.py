@@ -1,0 +1,361 @@
+"""The user's torch optimizer, run over this rank's slices of the masters, unit by unit.
+
+The optimizer object stays the user's: its class, its `param_groups` over the model's
+parameters and its hooks are untouched, and LR schedulers go on driving it. A pre-hook of
+its `step` does the work on this rank's slices and then lets the original step run over
+nothing. `optimizer.state[p]` holds the state of this rank's part of p: one-dimensional
+tensors, padded as in `layout.py`.
+
+No fp32 copy of all gradients exists at any time: a piece at a time is widened, used to
+update master and moments, and the weights are written back. While a unit's updated weights
+are being sent, the next unit is updated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostage.collectives import CHUNK, Pending, World
+from zerostage.norm import not_finite, own_finite
+from zerostage.schedule import Schedule
+from zerostage.unit import Flat, Unit
+
+log = logging.getLogger("zerostage")
+
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+_ELEMENTWISE = (*_ADAM, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
+                torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
+
+
+class Segment:
+    """This rank's part of one parameter: what the optimizer sees in the parameter's place."""
+
+    def __init__(self, flat: Flat, index: int, start: int, stop: int) -> None:
+        base = flat.bounds[3][0]
+        self.flat, self.index = flat, index
+        self.start, self.stop = start, stop  # in the whole buffer
+        self.slice = slice(start - base, stop - base)  # in the optimizer's slice
+        self.master = nn.Parameter(flat.master[self.slice], requires_grad=flat.master.is_floating_point())
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.flat.parameters[self.index]
+
+    def cut(self, value: Any, name: str) -> Any:
+        """This rank's part of a state entry that was made for the whole parameter; other entries as they are."""
+        slot = self.flat.layout.slots[self.index]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.shape == self.master.shape:
+            return value.to(self.master.device, copy=True)
+        if tuple(value.shape) == slot.shape and value.dim() > 0:
+            part = torch.zeros(self.stop - self.start, dtype=value.dtype, device=self.master.device)
+            first, last = self.start - slot.start, min(self.stop - slot.start, slot.numel)
+            if first < last:
+                part[: last - first].copy_(value.flatten()[first:last])
+            return part
+        if value.numel() == 1:
+            return value.clone()
+        raise ValueError(
+            f"the optimizer state '{name}' of '{slot.name}' has shape {tuple(value.shape)}; expected "
+            f"{tuple(self.master.shape)} (this rank's part) or {slot.shape} (the whole parameter)"
+        )
+
+
+class Driver:
+    """Runs `optimizer` on the segments of all trainable flats."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, world: World) -> None:
+        check_elementwise(optimizer)
+        self.optimizer, self.schedule, self.world = optimizer, schedule, world
+        self.units: list[Unit] = [u for u in schedule.units if any(f.trainable for f in u.flats)]
+        self.flats: list[Flat] = [f for u in self.units for f in u.flats if f.trainable]
+        self.segments = {
+            flat: [Segment(flat, *part) for part in flat.layout.segments(*flat.bounds[3])] for flat in self.flats
+        }
+        self._of = {id(s.parameter): s for segments in self.segments.values() for s in segments}
+        self._managed = {id(p) for flat in self.flats for p in flat.parameters}
+        self.known_norm: tuple[Any, float] | None = None
+        self._parked: list[list[Any]] | None = None
+        self._inner = self._make_inner()
+        self._adopt_state(dict(optimizer.state))
+        optimizer.skipped, optimizer.skipped_steps = False, 0
+        self._loading: Any = None
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    def _make_inner(self) -> torch.optim.Optimizer:
+        """An optimizer of the same class and settings, without hooks, whose parameters are set per call."""
+        inner = object.__new__(type(self.optimizer))
+        inner.__dict__.update(self.optimizer.__dict__)
+        inner.__dict__.pop("step", None)  # an LR scheduler may have wrapped the user's
+        inner._optimizer_step_pre_hooks = OrderedDict()
+        inner._optimizer_step_post_hooks = OrderedDict()
+        inner.state = defaultdict(dict)
+        return inner
+
+    # State
+
+    def _adopt_state(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Take over state entries of parameters, whole ones or this rank's parts."""
+        self.optimizer.state.clear()
+        self._inner.state.clear()
+        for parameter, state in states.items():
+            segment = self._of.get(id(parameter))
+            if segment is not None and state:
+                self._set_state(segment, {name: segment.cut(value, name) for name, value in state.items()})
+
+    def _set_state(self, segment: Segment, state: dict[str, Any]) -> None:
+        self._inner.state[segment.master] = state
+        self.optimizer.state[segment.parameter] = state
+
+    def _before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
+        self._loading = state_dict["state"]
+
+    def _after_load(self, optimizer: Any) -> None:
+        # torch casts loaded state to the parameters' dtype, which would round fp32 moments
+        order = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._adopt_state({order[i]: state for i, state in self._loading.items()})
+        self._loading = None
+
+    def state_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """The optimizer's state on this rank by name, without scalars."""
+        result: dict[str, list[torch.Tensor]] = {}
+        for master, state in self._inner.state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() == master.numel() and value.dim() > 0:
+                    result.setdefault(name, []).append(value)
+        return result
+
+    # The step
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        self._unpark()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = (optimizer, lambda: loss), {}
+        with torch.no_grad():
+            self._step()
+        self._parked = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = []
+        return args, kwargs
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._unpark()
+
+    def _unpark(self) -> None:
+        if self._parked is not None:
+            for group, parameters in zip(self.optimizer.param_groups, self._parked):
+                group["params"] = parameters
+            self._parked = None
+
+    def _step(self) -> None:
+        self._refuse_if_not_ready()
+        used = self._agree()
+        if used is None:
+            return
+        groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        strangers = [i for i in groups if i not in self._managed]
+        if strangers:
+            raise ValueError(
+                f"parameter group {groups[strangers[0]]} has a parameter that was not a trainable one of the model "
+                "when it was sharded; shard the model again with all parameters that are to be trained"
+            )
+        sending: list[tuple[Iterator[Pending], Pending]] = []
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.trainable:
+                    flat.absorb_changes()
+                    chosen = [s for s in self.segments[flat] if (flat, s.index) in used and id(s.parameter) in groups]
+                    self._update(flat, chosen, groups)
+            # the last unit's collective has had this unit's update to finish
+            sending = _proceed(sending)
+            for flat in unit.flats:
+                if flat.trainable:
+                    sending += _proceed([(flat.publish(), Pending())])
+        while sending:
+            sending = _proceed(sending)
+
+    def _refuse_if_not_ready(self) -> None:
+        held = [unit.name for unit in self.schedule.units if unit.pinned]
+        if held:
+            raise RuntimeError(f"optimizer.step() within `gathered` of {held[0]}: leave the block before the step")
+        if any(flat.local is not None for flat in self.flats if flat.arrived):
+            raise RuntimeError(
+                "optimizer.step() after a backward within no_sync only: its gradients have not been reduced. "
+                "Run the last backward before the step outside no_sync"
+            )
+
+    def _agree(self) -> set[tuple[Flat, int]] | None:
+        """What all ranks decide together: None to skip the step, else the parameters that have a gradient anywhere.
+
+        A parameter without a gradient on every rank is left alone, as torch leaves one whose
+        `grad` is None: no decay, no momentum, no step count.
+        """
+        versions = tuple(flat.version for flat in self.flats)
+        if self.known_norm is not None and self.known_norm[0] == versions:
+            finite = self.known_norm[1] - self.known_norm[1] == 0.0
+        else:
+            finite = own_finite(self.flats)
+        proposals = self.schedule.proposals()
+        places = [(flat, index) for flat in self.flats for index in range(len(flat.parameters))]
+        votes = [not finite, any(p is not None for p in proposals), *(index in flat.kept for flat, index in places)]
+        votes = self.world.maximum(torch.tensor(votes, dtype=torch.uint8), "optimizer.step").tolist()
+        if votes[1]:
+            self.schedule.adopt(self.world.collect_objects(proposals, "the order of units"))
+        self.optimizer.skipped = bool(votes[0])
+        if votes[0]:
+            self.optimizer.skipped_steps += 1
+            self._report_skip()
+            return None
+        return {place for place, vote in zip(places, votes[2:]) if vote}
+
+    def _report_skip(self) -> None:
+        found = self.world.collect_objects(not_finite(self.flats), "gradients that are not finite")
+        parts = [f"{kind} in '{name}' (slice of rank {r})" for r, mine in enumerate(found) for name, kind in mine]
+        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+        message = (
+            f"step skipped on all ranks, weights and optimizer state unchanged: the gradient has "
+            f"{', '.join(parts[:3])}{more} ({self.optimizer.skipped_steps} skipped so far)"
+        )
+        log.log(logging.WARNING if self.world.rank == 0 else logging.DEBUG, message)
+
+    def _update(self, flat: Flat, segments: list[Segment], groups: dict[int, int]) -> None:
+        if not segments:
+            return
+        gradient = flat.settled_grad()
+        for number, group in enumerate(self.optimizer.param_groups):
+            chosen = [s for s in segments if groups[id(s.parameter)] == number]
+            if not chosen:
+                continue
+            if type(self.optimizer) in _ADAM and _may_fuse(group):
+                self._fused_adam(flat, chosen, group, gradient)
+            else:
+                self._plain(flat, chosen, group, gradient)
+
+    def _plain(self, flat: Flat, segments: list[Segment], group: dict[str, Any], gradient: torch.Tensor) -> None:
+        """One call of the optimizer's own step for this flat."""
+        for segment in segments:
+            segment.master.grad = gradient[segment.slice].to(flat.master.dtype)
+        self._inner.param_groups = [{**group, "params": [s.master for s in segments]}]
+        self._inner.step()
+        for segment in segments:
+            segment.master.grad = None
+            if segment.parameter not in self.optimizer.state:
+                self.optimizer.state[segment.parameter] = self._inner.state[segment.master]
+            if flat.master_dtype != flat.dtype:
+                flat.step_weights[segment.slice].copy_(segment.master)
+
+    def _fused_adam(self, flat: Flat, segments: list[Segment], group: dict[str, Any], gradient: torch.Tensor) -> None:
+        """Adam in pieces that stay in the cache from the gradient's widening to the weight's rounding."""
+        decoupled = group.get("decoupled_weight_decay", type(self.optimizer) is torch.optim.AdamW)
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        weights = flat.step_weights
+        for segment in segments:
+            state = self._inner.state[segment.master]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
+                for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+                    state[name] = torch.zeros_like(segment.master, requires_grad=False)
+                self.optimizer.state[segment.parameter] = state
+            state["step"] += 1
+            length = segment.stop - segment.start
+            piece = CHUNK if flat.device.type == "cpu" else length
+            for first in range(0, length, piece):
+                part = slice(first, min(first + piece, length))
+                place = slice(segment.slice.start + part.start, segment.slice.start + part.stop)
+                master = flat.master[place]
+                kernel(
+                    [master],
+                    [gradient[place].to(master.dtype)],
+                    [state["exp_avg"][part]],
+                    [state["exp_avg_sq"][part]],
+                    [state["max_exp_avg_sq"][part]] if group["amsgrad"] else [],
+                    [state["step"]],
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    amsgrad=group["amsgrad"],
+                    maximize=group["maximize"],
+                )
+                if flat.master_dtype != flat.dtype:
+                    weights[place].copy_(master)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _proceed(sending: list[tuple[Iterator[Pending], Pending]]) -> list[tuple[Iterator[Pending], Pending]]:
+    """Await each collective and issue the one that follows it."""
+    going = []
+    for steps, pending in sending:
+        pending.wait()
+        following = next(steps, None)
+        if following is not None:
+            going.append((steps, following))
+    return going
+
+
+def _may_fuse(group: dict[str, Any]) -> bool:
+    """Whether the user left the choice of implementation open or asked for the fused one."""
+    return group.get("fused") is not False and not (
+        group.get("foreach") or group.get("differentiable") or group.get("capturable")
+    )
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers whose update of one element depends on others.
+
+    torch's elementwise ones are known. Any other class is tried out: three steps on a small
+    matrix must give what they give on its two flattened halves, stepped one after the other.
+    Raises ValueError with the reason.
+    """
+    if type(optimizer) in _ELEMENTWISE:
+        return
+    name = type(optimizer).__name__
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(8, 32, generator=generator) for _ in range(4))
+
+    def trained(pieces: list[torch.Tensor], cut: Any) -> list[torch.Tensor]:
+        trial = object.__new__(type(optimizer))
+        trial.__dict__.update(optimizer.__dict__)
+        trial.__dict__.pop("step", None)
+        trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        trial.state = defaultdict(dict)
+        parameters = [nn.Parameter(piece.clone()) for piece in pieces]
+        settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+        for gradient in gradients:
+            for parameter, part in zip(parameters, cut(gradient)):
+                parameter.grad = part.clone()
+                trial.param_groups = [{**settings, "params": [parameter]}]
+                trial.step()
+        return [parameter.detach().flatten() for parameter in parameters]
+
+    reason = "its update of an element depends on the other elements of the same parameter, or on how often it is called"
+    try:
+        whole = trained([start], lambda tensor: [tensor])[0]
+        parts = torch.cat(trained(list(start.flatten().chunk(2)), lambda tensor: tensor.flatten().chunk(2)))
+        if torch.allclose(whole, parts, rtol=1e-5, atol=1e-7):
+            return
+    except Exception as error:
+        reason = f"it fails on one-dimensional parts of a parameter: {type(error).__name__}: {error}"
+    raise ValueError(
+        f"{name} cannot run on divided parameters: {reason}. Use an elementwise optimizer (AdamW, Adam, SGD, RMSprop, "
+        "Lion, ...); LAMB, Muon, Adafactor and their like need whole parameters"
+    )

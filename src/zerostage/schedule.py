@@ -1,0 +1,530 @@
+"""When each unit is gathered, freed and reduced: the hooks on the model, the order, the prefetch.
+
+A *pass* is one walk through the units: a forward of the model, or a backward. In each pass
+every unit is gathered once, in the order of `Order`, whether or not this rank's computation
+uses it. So ranks whose data skip a module still take part in its collectives, and the
+traffic is the same every step. A unit that is needed later than the next one in order makes
+the units in between be gathered (and freed) first; one that is needed again, or that comes
+in another order than the recorded one, is gathered out of order, which is right as long as
+all ranks do the same. The order is recorded, and corrected after each step by `agree`.
+
+Reductions follow the same rule: they are issued in one order on all ranks, each as soon as
+its unit and all units before it are complete.
+
+Overlap: while a unit computes, the next `prefetch` units are being gathered and the last
+reduction is under way. At most 1 + prefetch units are gathered at a time, besides resident
+ones. On CUDA buffers are allocated and freed on the compute stream, which waits for each
+collective before it touches its buffer; the collectives run on NCCL's own stream, which
+waits for the compute stream when they are issued. So no buffer needs `record_stream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerostage.collectives import OrderError, Pending, World
+from zerostage.unit import Flat, State, Unit
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors within a module's inputs or outputs, however they are packed."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < 6 and value is not None and not isinstance(value, (str, bytes, int, float, nn.Module)):
+        if isinstance(value, dict):
+            items: Iterable[Any] = value.values()
+        elif isinstance(value, (list, tuple, set)):
+            items = value
+        else:
+            items = getattr(value, "__dict__", {}).values()
+        for item in list(items):
+            yield from tensors_in(item, depth + 1)
+
+
+class Order:
+    """The order in which a kind of work visits the units, learned from what really happened."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.units = list(units)
+        self.learned = False
+        self.seen: dict[Unit, int] = {}  # visits this time, in the order of the first ones
+
+    def visit(self, unit: Unit) -> None:
+        self.seen[unit] = self.seen.get(unit, 0) + 1
+
+    def deviates(self) -> bool:
+        """Whether the units came in another order than the recorded one."""
+        place = {unit: i for i, unit in enumerate(self.units)}
+        places = [place[unit] for unit in self.seen]
+        return places != sorted(places)
+
+    def adopt(self, seen: list[Unit]) -> None:
+        """Follow `seen` from now on. Units that it lacks keep their place behind the unit before them."""
+        order = list(seen)
+        for place, unit in enumerate(self.units):
+            if unit not in order:
+                before = [order.index(u) for u in self.units[:place] if u in order]
+                order.insert(before[-1] + 1 if before else 0, unit)
+        self.units = order
+        self.learned = True
+
+
+class Pass:
+    """One walk through the units in order; `cursor` is the place of the next one to be gathered."""
+
+    def __init__(self, units: list[Unit], learned: bool) -> None:
+        self.units, self.learned = units, learned
+        self.cursor = 0
+        self._place = {unit: place for place, unit in enumerate(units)}
+
+    def ahead(self, unit: Unit) -> bool:
+        return self._place[unit] >= self.cursor
+
+    def next(self) -> Unit | None:
+        return self.units[self.cursor] if self.cursor < len(self.units) else None
+
+
+class Call:
+    """One forward of a unit that has frozen weights: whether backward is between its output and its inputs."""
+
+    def __init__(self) -> None:
+        self.inputs = self.running = False
+
+
+class Schedule:
+    """The hooks that make a plain forward and backward gather, free and reduce units."""
+
+    def __init__(self, model: nn.Module, units: list[Unit], world: World, prefetch: int) -> None:
+        self.units, self.world, self.prefetch = units, world, prefetch
+        self.forward_order = Order(units)
+        self.reduce_order = Order(units[::-1])
+        self.divided = any(unit.divided for unit in units)
+        self.sync = True
+        self.events: list[tuple[str, str]] | None = None  # what happened, in order, when someone listens
+        self._window = 0  # units gathered or on their way, resident ones apart
+        self._walk: Pass | None = None  # the pass under way
+        self._depth = 0  # forwards of the model under way
+        self._touched: list[Unit] = []  # units used outside their modules, needed throughout the next backward
+        self._in_session = False  # a backward is under way
+        self._waits: dict[Unit, set[int]] = {}  # by unit: gradients that this backward will still produce
+        self._running: dict[Unit, int] = {}  # by unit: calls that backward has entered and not left
+        self._calls: list[Call] = []  # forwards of units under way, innermost last
+        self._complete: set[Unit] = set()  # units whose gradients are complete, not yet reduced
+        self._reduced: list[Unit] = []  # units whose reduction this backward has issued
+        self._inflight: list[tuple[Iterator[Pending], Pending]] = []
+        self._nodes: dict[Flat, list[Any]] = {}
+        self._handles: list[Any] = []
+        self._hook(model)
+
+    def record(self, event: str, unit: Unit) -> None:
+        if self.events is not None:
+            self.events.append((event, unit.name))
+
+    # Hooks
+
+    def _hook(self, model: nn.Module) -> None:
+        for unit in self.units:
+            unit.on_touch = self._touch
+            if unit.divided:
+                for module in unit.modules:
+                    self._handles += [
+                        module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True),
+                        module.register_forward_hook(self._after(unit), always_call=True),
+                    ]
+            for flat in unit.flats:
+                if flat.trainable:
+                    # holding the node that accumulates a gradient keeps its identity from step to step
+                    with torch._C.DisableTorchFunctionSubclass():
+                        self._nodes[flat] = [torch.autograd.graph.get_gradient_edge(p).node for p in flat.parameters]
+                    for index, parameter in enumerate(flat.parameters):
+                        hook = self._gradient_hook(unit, flat, index)
+                        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        # outermost: before every unit's hook, which the same module may carry, and after it
+        self._handles.append(model.register_forward_pre_hook(self._begin_forward, prepend=True))
+        self._handles.append(model.register_forward_hook(self._end_forward, always_call=True))
+
+    def _before(self, unit: Unit) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.need(unit)
+            self._calls.append(self._watch_inputs(unit, args, kwargs))
+
+        return before
+
+    def _after(self, unit: Unit) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            call = self._calls.pop()
+            if torch.is_grad_enabled():
+                watched = self._watch_outputs(unit, call, output)
+                if not watched and output is not None and any(flat.trainable for flat in unit.flats):
+                    self._keep_for_backward(unit)
+            if in_backward():
+                return  # a recomputed forward: the backward that asked for it needs the weights next
+            if unit.state is State.GATHERED and not unit.pinned and not (unit.resident and self._depth):
+                self.release(unit)
+                self._fill()
+
+        return after
+
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        if in_backward():
+            return
+        if self._depth == 0:
+            self._abandon_backward()
+            self._release_all()
+            self._walk = Pass(self.forward_order.units, self.forward_order.learned)
+            self.forward_order.seen = {}
+        self._depth += 1
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward():
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        if output is not None:
+            self._finish_walk()
+        for unit, uses in self.forward_order.seen.items():
+            if uses > 1 and not unit.resident:  # from now on gathered once a pass, like the others
+                unit.resident = True
+        self._walk = None
+        self._release_all()
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin_backward)
+
+    # Gathering
+
+    def need(self, unit: Unit) -> None:
+        """Have `unit`'s weights, and its followers' on the way."""
+        if not unit.divided:
+            return
+        if in_backward():
+            self._start_session()
+        elif self._depth:
+            self.forward_order.visit(unit)
+        walk = self._walk
+        if walk is not None and walk.ahead(unit):
+            while walk.next() is not unit:
+                self._skip(walk)
+            self._advance(walk)
+        elif unit.state is State.AT_REST:
+            self._gather(unit)
+        if unit.state is State.GATHERING:
+            unit.arrive()
+        self.record("ready", unit)
+        self._fill()
+
+    def _advance(self, walk: Pass) -> None:
+        unit = walk.next()
+        walk.cursor += 1
+        if unit.state is State.AT_REST:
+            self._gather(unit)
+
+    def _skip(self, walk: Pass) -> None:
+        """Take part in gathering a unit that this rank has not used where its turn was."""
+        unit = walk.next()
+        self._advance(walk)
+        if walk.learned and unit.state is State.GATHERING and not unit.pinned:
+            unit.arrive()
+            self.release(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        self.record("gather", unit)
+        unit.gather()
+        self._window += 1
+
+    def _fill(self) -> None:
+        """Start gathering the units that come next, as far as memory allows."""
+        walk = self._walk
+        while walk is not None and self.prefetch and (unit := walk.next()) is not None:
+            if self._window - self._residents() >= 1 + self.prefetch:
+                return
+            self._advance(walk)
+
+    def _finish_walk(self) -> None:
+        """Take part in gathering the units that only other ranks may have used."""
+        while self._walk is not None and self._walk.next() is not None:
+            self._skip(self._walk)
+
+    def release(self, unit: Unit) -> None:
+        self.record("free", unit)
+        unit.release()
+        self._window -= 1
+
+    def _release_all(self) -> None:
+        for unit in self.units:
+            if unit.divided and not unit.pinned and unit.state is not State.AT_REST:
+                if unit.state is State.GATHERING:
+                    unit.arrive()
+                self.release(unit)
+
+    def _residents(self) -> int:
+        return sum(unit.state is not State.AT_REST for unit in self.units if unit.resident)
+
+    def _touch(self, unit: Unit, parameter: str, function: Any) -> None:
+        if not self._depth and not in_backward():
+            raise RuntimeError(
+                f"the weight '{parameter}' is divided over {self.world.partition.weights} ranks and was used by "
+                f"'{getattr(function, '__name__', function)}' outside a forward of the model, where its values are "
+                f"not here. Use it within `with zerostage.gathered(model):` on every rank"
+            )
+        self.need(unit)
+        unit.resident = True
+        if torch.is_grad_enabled():
+            self._keep_for_backward(unit)
+
+    def _keep_for_backward(self, unit: Unit) -> None:
+        """Have the unit throughout the next backward: no hook will tell when it is needed."""
+        if unit not in self._touched:
+            self._touched.append(unit)
+
+    def keep_in_backward(self, unit: Unit) -> None:
+        """Have the unit from here to the end of the backward under way."""
+        self._keep_for_backward(unit)
+        if unit.state is not State.GATHERED:
+            self.need(unit)
+
+    # Backward
+
+    def _watch_outputs(self, unit: Unit, call: Call, output: Any) -> bool:
+        def before_backward(gradient: torch.Tensor) -> None:
+            self.need(unit)
+            self._expect(unit)
+            if call.inputs and not call.running:
+                call.running = True
+                self._running[unit] = self._running.get(unit, 0) + 1
+
+        found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        for tensor in found:
+            tensor.register_hook(before_backward)
+        return bool(found)
+
+    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Call:
+        """Frozen weights produce no gradient that tells when backward is done with them; the inputs' do."""
+        call = Call()
+        if not torch.is_grad_enabled() or all(flat.trainable for flat in unit.flats):
+            return call
+        inputs = [t for t in (*tensors_in(args), *tensors_in(kwargs)) if t.requires_grad]
+        if inputs:
+            call.inputs = True
+
+            def after_backward(gradients: Any) -> None:
+                if call.running:
+                    call.running = False
+                    self._running[unit] = self._running.get(unit, 1) - 1
+                    self._maybe_done(unit)
+
+            torch.autograd.graph.register_multi_grad_hook(inputs, after_backward, mode="all")
+        return call
+
+    def _begin_backward(self, gradient: torch.Tensor) -> None:
+        """The first hook of a backward that starts from the model's outputs."""
+        self._start_session()
+        for unit in self._touched:
+            self.need(unit)
+
+    def _start_session(self) -> None:
+        if self._in_session:
+            return
+        self._in_session = True
+        self._waits, self._complete, self._reduced = {}, set(), []
+        self.reduce_order.seen = {}
+        self._walk = Pass(self.forward_order.units[::-1], self.forward_order.learned) if self.divided else None
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _expect(self, unit: Unit) -> None:
+        """Find out which of the unit's gradients this backward will produce."""
+        if unit in self._waits:
+            return
+        self._waits[unit] = {
+            id(node)
+            for flat in unit.flats
+            if flat.trainable
+            for node in self._nodes[flat]
+            if _will_run(node)
+        }
+
+    def _gradient_hook(self, unit: Unit, flat: Flat, index: int) -> Any:
+        def hook(parameter: nn.Parameter) -> None:
+            gradient = parameter_grad(parameter)
+            if gradient is None:
+                return
+            self._start_session()
+            self._expect(unit)
+            if flat.reducing:
+                self._drain()
+            flat.take(index, gradient)
+            set_parameter_grad(parameter, None)
+            self._waits[unit].discard(id(self._nodes[flat][index]))
+            self._maybe_done(unit)
+
+        return hook
+
+    def _maybe_done(self, unit: Unit) -> None:
+        """Free a unit that backward is done with, and reduce its gradients."""
+        if self._waits.get(unit):
+            return
+        if unit.divided and unit.state is State.GATHERED and not unit.pinned and not self._running.get(unit):
+            if unit not in self._touched:
+                self.release(unit)
+                self._fill()
+        if any(flat.arrived for flat in unit.flats) and unit not in self._complete:
+            self.reduce_order.visit(unit)
+            self._complete.add(unit)
+            self._reduce_ready()
+
+    def _reduce_ready(self) -> None:
+        """Issue the reductions whose turn has come."""
+        if not self.sync:
+            return
+        order = self.reduce_order.units
+        while len(self._reduced) < len(order) and order[len(self._reduced)] in self._complete:
+            self._reduce(order[len(self._reduced)])
+
+    def _reduce(self, unit: Unit) -> None:
+        self._reduced.append(unit)
+        flats = [flat for flat in unit.flats if flat.trainable]
+        if not flats:
+            return
+        self.record("reduce", unit)
+        self._step_inflight()
+        for flat in flats:
+            self._issue(flat.reduce())
+
+    def _issue(self, reduction: Iterator[Pending]) -> None:
+        pending = next(reduction, None)
+        if pending is not None:
+            self._inflight.append((reduction, pending))
+
+    def _step_inflight(self) -> None:
+        """Bring each reduction under way one collective further."""
+        inflight, self._inflight = self._inflight, []
+        for reduction, pending in inflight:
+            pending.wait()
+            self._issue(reduction)
+
+    def _drain(self) -> None:
+        while self._inflight:
+            self._step_inflight()
+
+    def _end_backward(self) -> None:
+        """Every gradient of this backward is there: reduce the rest, on every rank the same."""
+        try:
+            if self.sync and any(flat.arrived for unit in self.units for flat in unit.flats) or self._reduced:
+                for unit in self.reduce_order.units[len(self._reduced) :]:
+                    self._reduce(unit)
+                self._drain()
+                for unit in self.reduce_order.units:  # what arrived after its unit's reduction
+                    if any(flat.arrived for flat in unit.flats):
+                        self._reduce(unit)
+            self._drain()
+            self._finish_walk()
+        finally:
+            self._end_session()
+
+    def _end_session(self) -> None:
+        self._in_session = False
+        self._walk = None
+        self._touched = []
+        self._waits, self._running = {}, {}
+        self._release_all()
+
+    def _abandon_backward(self) -> None:
+        """Forget a backward that ended in an exception."""
+        if self._in_session:
+            self._inflight = []
+            for unit in self.units:
+                for flat in unit.flats:
+                    flat.drop_gradients()
+            self._end_session()
+
+    # Between steps
+
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def hold(self, units: list[Unit]) -> None:
+        """Gather units and keep them until `let_go`."""
+        for unit in units:
+            if unit.divided:
+                unit.pinned += 1
+                if unit.state is State.AT_REST:
+                    self._gather(unit)
+        for unit in units:
+            if unit.state is State.GATHERING:
+                unit.arrive()
+
+    def let_go(self, units: list[Unit]) -> None:
+        for unit in units:
+            if unit.divided:
+                unit.pinned -= 1
+                if not unit.pinned and unit.state is State.GATHERED:
+                    self.release(unit)
+
+    def proposals(self) -> list[list[int] | None]:
+        """The orders that this rank saw where they differ from the recorded ones, as places in `units`."""
+        result: list[list[int] | None] = []
+        for order in (self.forward_order, self.reduce_order):
+            changed = bool(order.seen) and (order.deviates() or not order.learned)
+            result.append([self.units.index(unit) for unit in order.seen] if changed else None)
+        return result
+
+    def adopt(self, everyone: list[list[list[int] | None]]) -> None:
+        """Agree on the orders that the ranks propose. Raises OrderError when two ranks' orders contradict."""
+        self._check_agreement([seen[0] for seen in everyone])
+        for order, seen in zip((self.forward_order, self.reduce_order), zip(*everyone)):
+            longest = max((s for s in seen if s), key=len, default=None)
+            if longest is not None:
+                order.adopt([self.units[i] for i in longest])
+
+    def _check_agreement(self, orders: list[list[int] | None]) -> None:
+        for rank, first in enumerate(orders):
+            for other in range(rank + 1, len(orders)):
+                second = orders[other]
+                if not first or not second:
+                    continue
+                common = [i for i in first if i in second]
+                swapped = [i for i in second if i in first]
+                for a, b in zip(common, swapped):
+                    if a != b:
+                        raise OrderError(
+                            f"the ranks ran the model's units in different orders: where rank {rank} ran "
+                            f"'{self.units[a].name}', rank {other} ran '{self.units[b].name}'. Every rank must run "
+                            "the same modules in the same order in each forward"
+                        )
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._nodes.clear()
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False  # torch.autograd.grad hands gradients to its caller and accumulates none
+
+
+def parameter_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Autograd's own gradient field, behind the managed one."""
+    return torch.Tensor.grad.__get__(parameter)
+
+
+def set_parameter_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    torch.Tensor.grad.__set__(parameter, value)

@@ -123,6 +123,7 @@ def audit(model: nn.Module, optimizer: Any = None, *, group: dist.ProcessGroup |
     for term in TERMS[:-1]:
         possible[term], told = _possible(term, reports, whole, n)
         notes += told
+    at_rest = {term: set(degrees) for term, degrees in possible.items()}
     notes += _within_step(possible, first, n, parameters)
     optimizer_degrees = set.intersection(*(possible[term] for term in _OPTIMIZER))
     sets = {"optimizer": optimizer_degrees, "gradients": possible["gradients"], "weights": possible["weights"]}
@@ -138,7 +139,7 @@ def audit(model: nn.Module, optimizer: Any = None, *, group: dist.ProcessGroup |
     if share is not None and n > 1:
         notes.append(_unit_note(*share))
     formula = _formula(held, whole, degrees, parameters)
-    notes += _replicated(degrees, held, n) + _disagreements(reports)
+    notes += _replicated(at_rest, first, n) + _disagreements(reports)
     if first.configured_stage is not None and stage != first.configured_stage:
         found = "no single stage" if stage is None else f"stage {stage}"
         why = ": there is one rank, so nothing is divided" if n == 1 else ""
@@ -165,7 +166,7 @@ def _gather(held: Holdings, group: dist.ProcessGroup | None) -> list[Holdings]:
     if not (dist.is_available() and dist.is_initialized()):
         return [held]
     reports: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reports, replace(held, _seen=set()), group=group)
+    dist.all_gather_object(reports, replace(held, _storages={}, _views=set()), group=group)
     return reports
 
 
@@ -253,7 +254,7 @@ def _stage(sets: dict[str, set[int]], configured: int | None, n: int) -> tuple[i
     if triples:
         # The least division that explains the bytes, as with the stages.
         return None, Partition(*min(triples)), []
-    measured = ", ".join(f"{term} by {'or '.join(map(str, sorted(d))) or 'no single number'}" for term, d in sets.items())
+    measured = ", ".join(f"{term} by {' or '.join(map(str, sorted(d))) or 'no single number'}" for term, d in sets.items())
     return None, None, [f"No partition explains the bytes: divided are {measured} of {n} ranks."]
 
 
@@ -275,20 +276,16 @@ def _unit_note(name: str, share: float) -> str:
     return note + (": gathering it gathers (nearly) everything, so the peak is that of whole weights." if share > 0.9 else ".")
 
 
-def _replicated(degrees: Partition | None, held: Holdings, n: int) -> list[str]:
-    """What every rank holds whole, and the stage that would divide it."""
-    if degrees is None or n == 1:
-        return []
+def _replicated(at_rest: dict[str, set[int]], held: Holdings, n: int) -> list[str]:
+    """What every rank holds whole at this moment, and the stage that would divide it."""
     notes = []
-    for stage, degree, terms in (
-        (1, degrees.optimizer, _OPTIMIZER),
-        (2, degrees.gradients, ("gradients",)),
-        (3, degrees.weights, ("weights",)),
-    ):
-        size = sum(held.bytes[term] for term in terms)
-        if degree == 1 and size:
-            nouns = " and ".join(_noun(term) for term in terms if held.bytes[term])
-            notes.append(f"Each of {n} ranks holds all {nouns}, {size:,} bytes here; stage {stage} would divide them.")
+    for stage, terms in enumerate((_OPTIMIZER, ("gradients",), ("weights",)), 1):
+        whole = [term for term in terms if held.bytes[term] and at_rest[term] == {1}]
+        if whole and n > 1:
+            size = sum(held.bytes[term] for term in whole)
+            notes.append(
+                f"Each of {n} ranks holds all {' and '.join(map(_noun, whole))}, {size:,} bytes; stage {stage} would divide them."
+            )
     return notes
 
 

@@ -28,7 +28,7 @@ def _pieces(flats: Iterable[Flat]) -> Iterator[torch.Tensor]:
 def grad_norm(flats: Iterable[Flat], world: World, norm_type: float = 2.0) -> float:
     """The 2-norm or infinity-norm over all ranks, in fp64; every rank computes the same value."""
     if norm_type == 2.0:
-        squares = [piece.double().square_().sum() for piece in _pieces(flats)]
+        squares = [piece.to(torch.float64, copy=True).square_().sum() for piece in _pieces(flats)]
         own = float(torch.stack(squares).sum()) if squares else 0.0
         return math.sqrt(math.fsum(world.collect(own, "the gradient norm")))
     if norm_type == math.inf:

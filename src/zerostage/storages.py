@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -84,38 +83,42 @@ class Holdings:
     slack: int = 0  #: elements of padding that flat buffers may have for each parameter and rank, where `padded` is not said
     gathered: int = 0  #: bytes of whole weights that are there only for the moment; they count as other
     notes: list[str] = field(default_factory=list)
-    _seen: set[tuple] = field(default_factory=set)
+    #: Storage -> the term it counts for, and the elements of its views that were added so far.
+    _storages: dict[tuple, tuple[str, int]] = field(default_factory=dict)
+    _views: set[tuple] = field(default_factory=set)
 
     def add(self, term: str, tensor: Tensor | None, names: dict[str, int] | None = None) -> int:
         """Count the storages under `tensor` for `term`, unless they were counted before; return the new bytes.
 
-        `names` are the local elements of each parameter in it. Without it, all elements of
-        its storages count as POOLED.
+        `names` are the local elements of each parameter in it; without it, its elements
+        count as POOLED, in views of one storage up to what the storage has.
         """
-        new, pooled = 0, 0
-        held = [] if tensor is None else [t for t in _inner(tensor) if t.device.type != "meta" and t.untyped_storage().nbytes()]
-        for inner in held:
+        bytes_new, known = 0, len(self._views)
+        for inner in [] if tensor is None else _inner(tensor):
             storage = inner.untyped_storage()
-            self.itemsize.setdefault(term, inner.itemsize)
-            if self._first((inner.device, storage.data_ptr())):
-                new += storage.nbytes()
-                pooled += storage.nbytes() // inner.itemsize
-        self.bytes[term] += new
-        if names is None:
-            self.elements[term][POOLED] += pooled
-        # The same view again (an optimizer inside another shows its state twice) is not more elements.
-        elif held and self._first((term, *((t.device, t.data_ptr(), t.numel()) for t in held))):
+            if inner.device.type == "meta" or not storage.nbytes():
+                continue
+            key = (inner.device, storage.data_ptr())
+            if key not in self._storages:
+                self._storages[key] = term, 0
+                bytes_new += storage.nbytes()
+                self.itemsize.setdefault(term, inner.itemsize)
+            owner, added = self._storages[key]
+            # An optimizer inside another shows the same state twice; that is not more elements.
+            view = (term, inner.device, inner.data_ptr(), inner.numel())
+            if view not in self._views and names is None and owner == term:
+                total = min(added + inner.numel(), storage.nbytes() // inner.itemsize)
+                self._storages[key] = term, total
+                self.elements[term][POOLED] += total - added
+            self._views.add(view)
+        self.bytes[term] += bytes_new
+        if names and len(self._views) > known:
             self.elements[term].update(names)
-        return new
+        return bytes_new
 
     def gather(self, tensor: Tensor | None) -> None:
         """Count what is new under `tensor` as weights that are gathered for the moment."""
         self.gathered += self.add("other", tensor)
-
-    def _first(self, key: tuple) -> bool:
-        known = key in self._seen
-        self._seen.add(key)
-        return not known
 
 
 def hold(model: nn.Module, optimizer: Any = None) -> Holdings:
@@ -181,6 +184,8 @@ def _has_parent(path: str, paths: list[str]) -> bool:
 def _zerostage(held: Holdings, model: nn.Module, optimizer: Any, engine: Any) -> None:
     held.configured_stage = engine.partition.stage(engine.ranks)
     held.configured = f"zerostage {engine.partition if held.configured_stage is None else f'stage {held.configured_stage}'}"
+    if optimizer is None and engine.driver is not None:
+        optimizer = engine.driver.optimizer
     names: dict[int, str] = {}
     storages = engine.storages()
     for name, p in model.named_parameters():
@@ -272,7 +277,7 @@ def _fsdp2(held: Holdings, model: nn.Module) -> dict[int, Any]:
                 count += record._orig_size.numel()
             after, mesh = group.post_forward_mesh_info, group.mesh_info
             # A root without a setting of its own is kept, whatever `after` says before the first forward.
-            automatic = root and state._auto_reshard_after_forward
+            automatic = root and getattr(state, "_auto_reshard_after_forward", False)
             if after is None or automatic:
                 degree = 1
             elif after.shard_mesh_size != mesh.shard_mesh_size:

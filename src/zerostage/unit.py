@@ -88,9 +88,9 @@ class Flat:
             view = self.whole[slot.start : slot.start + slot.numel].view(slot.shape)
             if parameter.device != self.device:
                 # a parameter cannot change its device in place; one on the meta device has nothing to lose
-                torch.utils.swap_tensors(parameter, nn.Parameter(view, requires_grad=parameter.requires_grad))
-            else:
-                parameter.data = view
+                empty = torch.empty(0, dtype=self.dtype, device=self.device)
+                torch.utils.swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            parameter.data = view  # not a view to autograd: writing the buffer is no change of a saved weight
             parameter._flat, parameter._index = self, index
             parameter.__class__ = guard.managed(type(parameter))
         self.shard = self.whole
@@ -128,6 +128,10 @@ class Flat:
     def release(self) -> None:
         self.world.gathered.change(-self.whole.untyped_storage().nbytes())
         self.whole.untyped_storage().resize_(0)
+
+    def take_shard(self) -> None:
+        """`shard` and `master` were written directly: nothing is left to absorb."""
+        self._versions = [parameter._version for parameter in self.parameters]
 
     def absorb_changes(self) -> None:
         """Where weights are whole, a user may have changed them in place: let the master follow."""

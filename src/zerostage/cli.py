@@ -9,6 +9,7 @@ import sys
 
 import click
 
+from zerostage import __version__
 from zerostage.train import config as settings
 from zerostage.train.config import InputError
 
@@ -45,7 +46,7 @@ class TrainCommand(click.Command):
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(package_name="zerostage")
+@click.version_option(__version__)
 def group() -> None:
     """Plan and train ZeRO data parallelism on PyTorch."""
 
@@ -59,7 +60,8 @@ def train(path: str | None, **flags) -> None:
     """
     from zerostage.train import data, launch, model_folder
 
-    flags = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items() if value not in (None, ())}
+    flags = {name: value for name, value in flags.items() if value not in (None, ())}
+    flags = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}
     joined = launch.place(os.environ)
     config = settings.load(path, flags, os.environ if joined else None)
     if not joined and not config.given("ranks"):

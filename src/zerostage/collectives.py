@@ -83,16 +83,16 @@ class Pending:
     def complete(self) -> None:
         """Block until the messages have arrived (runs on the channel's thread)."""
         try:
-            for work in self._works:
-                work.wait()
+            for place in range(len(self._works)):  # no variable that would keep the last one alive here
+                self._works[place].wait()
         except BaseException as error:
             self._error = error
-        self._works = ()
         self._done.set()
 
     def wait(self) -> None:
         if self._channel is not None and not self._done.is_set():
             self._channel.wait(self, self._done)
+        self._works = ()  # buffers are freed by the thread that made them, at a known moment
         if self._error is not None:
             raise RuntimeError(
                 f"{self._channel.world.me} lost a peer while waiting for {self.what}: {self._error}"
@@ -206,16 +206,21 @@ def tree_sum(
     """
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     for start in range(0, out.numel(), CHUNK):
-        stop = min(start + CHUNK, out.numel())
-        level = [part[start:stop].to(wide) for part in parts]
-        while len(level) > 1:
-            level = [
-                torch.add(level[i], level[i + 1]) if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)
-            ]
-        total = level[0] if divisor == 1 else level[0] / divisor
+        piece = slice(start, min(start + CHUNK, out.numel()))
+        result = _subtree([part[piece] for part in parts], wide)
+        if divisor > 1:
+            result.div_(divisor)
         if add is not None:
-            total = total + add[start:stop]
-        out[start:stop].copy_(total)
+            result.add_(add[piece])
+        out[piece].copy_(result)
+
+
+def _subtree(parts: Sequence[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
+    """The sum of `parts` in memory of its own; no more wide copies at a time than the tree is deep."""
+    if len(parts) == 1:
+        return parts[0].to(wide, copy=True)
+    middle = 2 ** ((len(parts) - 1).bit_length() - 1)
+    return _subtree(parts[:middle], wide).add_(_subtree(parts[middle:], wide))
 
 
 class World:

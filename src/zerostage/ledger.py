@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zerostage.collectives import World
+from zerostage.collectives import CHUNK, World
 from zerostage.partition import Partition
 from zerostage.unit import Flat, Unit
 
@@ -42,8 +42,7 @@ class Ledger:
     `expected`: from shapes and partition, at rest with gradients present and optimizer state
     made. `measured`: the live storages now. `peak`: 'gathered' and 'in_flight' are the most
     that these two held since the start, 'engine' is at rest plus these, 'bound' what the
-    design allows: at rest, resident units, 1 + prefetch times the largest other unit, and
-    the gradient buffers of two units; 'allocated' is CUDA's own account.
+    design allows without activations (see `peak_bound`); 'allocated' is CUDA's own account.
     """
 
     expected: dict[str, int]
@@ -132,12 +131,14 @@ def expected_bytes(units: Iterable[Unit], partition: Partition, states: Iterable
     return dict(total)
 
 
-def peak_bound(units: list[Unit], partition: Partition, prefetch: int) -> int:
+def peak_bound(units: list[Unit], world: World, prefetch: int) -> int:
     """The most bytes that gathered weights and gradients in flight may take, besides what is at rest.
 
     Resident units, 1 + prefetch of the largest other one; of gradients the unit that
-    backward fills, and the one before it with the parts received for it.
+    backward fills, and the one before it with the parts received for it; and fp32 pieces
+    of constant size, one for each level of the sum over ranks and one more.
     """
+    partition = world.partition
     weights = gradients = 0
     if partition.weights > 1:
         others = [unit.nbytes for unit in units if not unit.resident]
@@ -148,7 +149,8 @@ def peak_bound(units: list[Unit], partition: Partition, prefetch: int) -> int:
     if wholes:
         staging = 2 * wholes[0] if partition.gradients > 1 else 0
         gradients = staging + wholes[0]
-    return weights + gradients
+    scratch = (1 + world.size.bit_length()) * CHUNK * 4
+    return weights + gradients + scratch
 
 
 def measure(storages: dict[str, list[torch.Tensor]]) -> dict[str, int]:
@@ -171,7 +173,7 @@ def ledger(units: list[Unit], world: World, prefetch: int, storages: dict[str, l
         "gathered": world.gathered.peak,
         "in_flight": world.in_flight.peak,
         "engine": at_rest + world.gathered.peak + world.in_flight.peak,
-        "bound": sum(expected.values()) + peak_bound(units, world.partition, prefetch),
+        "bound": sum(expected.values()) + peak_bound(units, world, prefetch),
     }
     if world.device.type == "cuda":
         peak["allocated"] = torch.cuda.max_memory_allocated(world.device)

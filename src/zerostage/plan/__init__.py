@@ -1,0 +1,1 @@
+"""Arithmetic before the run: what each stage needs on each number of ranks."""

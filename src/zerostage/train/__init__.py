@@ -1,0 +1,1 @@
+"""The command's trainer: configuration, data, the loop, and the start of the ranks."""

@@ -16,6 +16,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,7 +32,7 @@ CHUNK = 131_072
 #: Seconds without progress after which ranks compare what they are waiting for.
 STALL = 3.0
 #: Seconds after which ranks that all wait for different things are called deadlocked.
-DEADLOCK = 15.0
+DEADLOCK = 10.0
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -119,12 +120,8 @@ class Channel:
         self.world, self.kind = world, kind
         self.issued = 0
         self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"zerostage-{kind}", daemon=True).start()
-
-    def _run(self) -> None:
-        while (pending := self._queue.get()) is not None:
-            pending.complete()
-            del pending
+        threading.Thread(target=_complete_all, args=(self._queue,), name=f"zerostage-{kind}", daemon=True).start()
+        self.close = weakref.finalize(self, self._queue.put, None)  # the thread ends with its channel
 
     def issue(self, what: str, works: Sequence[Any]) -> Pending:
         self.issued += 1
@@ -139,8 +136,11 @@ class Channel:
         if time.monotonic() - waited > STALL:
             self.world.withdraw()
 
-    def close(self) -> None:
-        self._queue.put(None)
+
+def _complete_all(pendings: queue.SimpleQueue[Pending | None]) -> None:
+    while (pending := pendings.get()) is not None:
+        pending.complete()
+        del pending
 
 
 class Team:
@@ -237,16 +237,18 @@ class World:
         self.global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if self.distributed else [0]
         self.partition = (partition or place(self.size)).check(self.size)
         self.streams = device.type == "cuda" and self.distributed
-        self._data = self._control = None
+        self._data: Any = None
+        self._groups: list[Any] = []
         self._store: Any = None
         self._mine: tuple[str, str] | None = None
         if self.distributed and self.size > 1:
-            # groups of our own, so that a user's collectives and ours never pair up
-            self._control = dist.new_group(self.global_ranks, backend="gloo", timeout=timedelta(hours=2))
-            if not self.streams:
-                self._data = dist.new_group(self.global_ranks, backend="gloo", timeout=timedelta(hours=2))
+            # groups of our own, so that a user's collectives and ours never pair up; one for each kind of
+            # agreement, so that where ranks disagree about what comes next they wait and find out
+            self._data, self._votes, self._norms, self._objects = self._groups = [
+                dist.new_group(self.global_ranks, backend="gloo", timeout=timedelta(hours=2)) for _ in range(4)
+            ]
             self._store = dist.distributed_c10d._get_default_store()
-            self._prefix = f"zerostage/{self._control.group_name}"
+            self._prefix = f"zerostage/{self._data.group_name}"
             self.gathers = Channel(self, "gather")
             self.reductions = Channel(self, "reduction")
             self.controls = Channel(self, "agreement")
@@ -286,7 +288,7 @@ class World:
         """The elementwise maximum over ranks of a CPU tensor, in place."""
         if self.size > 1:
             self.meter.add("agreement", values.nbytes)
-            self.controls.issue(what, (dist.all_reduce(values, dist.ReduceOp.MAX, self._control, async_op=True),)).wait()
+            self.controls.issue(what, (dist.all_reduce(values, dist.ReduceOp.MAX, self._votes, async_op=True),)).wait()
         return values
 
     def collect(self, value: float, what: str) -> list[float]:
@@ -296,7 +298,7 @@ class World:
         values = torch.zeros(self.size, dtype=torch.float64)
         values[self.rank] = value
         self.meter.add("agreement", values.nbytes)
-        self.controls.issue(what, (dist.all_reduce(values, group=self._control, async_op=True),)).wait()
+        self.controls.issue(what, (dist.all_reduce(values, group=self._norms, async_op=True),)).wait()
         return values.tolist()
 
     def collect_objects(self, value: Any, what: str) -> list[Any]:
@@ -307,7 +309,7 @@ class World:
         pending = Pending(what, self.controls)
 
         def gather() -> None:
-            dist.all_gather_object(values, value, group=self._control)
+            dist.all_gather_object(values, value, group=self._objects)
 
         pending._works = (_Call(gather),)
         self.controls._queue.put(pending)
@@ -318,18 +320,11 @@ class World:
         """Rank 0's values to every rank, in place."""
         if self.size == 1:
             return
-        group = self._data or self._control
-        if self.streams:
-            host = tensor.cpu()
-            self.broadcast_host(host, what, group)
-            tensor.copy_(host)
-        else:
-            self.broadcast_host(tensor, what, group)
-
-    def broadcast_host(self, tensor: torch.Tensor, what: str, group: Any) -> None:
         self.meter.add("broadcast", tensor.nbytes if self.rank == 0 else 0)
-        work = dist.broadcast(_raw(tensor), group=group, group_src=0, async_op=True)
-        self.controls.issue(what, (work,)).wait()
+        host = tensor.cpu()
+        self.controls.issue(what, (dist.broadcast(_raw(host), group=self._data, group_src=0, async_op=True),)).wait()
+        if self.streams:
+            tensor.copy_(host)
 
     # Disagreement: ranks that have waited for long write down what for, and read the others' notes.
 
@@ -366,9 +361,8 @@ class World:
         if self.size > 1:
             for channel in (self.gathers, self.reductions, self.controls):
                 channel.close()
-            for group in (self._data, self._control, *(team.group for team in self.teams)):
-                if group is not None:
-                    dist.destroy_process_group(group)
+            for group in self._groups + [team.group for team in self.teams if team.group is not None]:
+                dist.destroy_process_group(group)
 
 
 class _Call:

@@ -20,6 +20,7 @@ waits for the compute stream when they are issued. So no buffer needs `record_st
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -116,16 +117,18 @@ class Schedule:
         self._window = 0  # units gathered or on their way, resident ones apart
         self._walk: Pass | None = None  # the pass under way
         self._depth = 0  # forwards of the model under way
-        self._touched: list[Unit] = []  # units used outside their modules, needed throughout the next backward
+        self._touched: list[Unit] = []  # units that are needed throughout the next backward
+        self._used: set[Unit] = set()  # what the forwards before the next backward have needed
+        self._backward_done = False  # since the last forward
         self._in_session = False  # a backward is under way
+        self._accumulates = False  # it produces gradients for parameters: it is no torch.autograd.grad
         self._expected: set[tuple[Unit, int]] = set()  # units looked at, by autograd task
-        self._waits: dict[Unit, set[int]] = {}  # by unit: gradients that this backward will still produce
+        self._waits: dict[Unit, set[tuple[Flat, int]]] = {}  # by unit: gradients that this backward will still produce
         self._running: dict[Unit, int] = {}  # by unit: calls that backward has entered and not left
         self._calls: list[Call] = []  # forwards of units under way, innermost last
         self._complete: set[Unit] = set()  # units whose gradients are complete, not yet reduced
         self._reduced: list[Unit] = []  # units whose reduction this backward has issued
         self._inflight: list[tuple[Iterator[Pending], Pending]] = []
-        self._nodes: dict[Flat, list[Any]] = {}
         self._handles: list[Any] = []
         self._hook(model)
 
@@ -146,9 +149,6 @@ class Schedule:
                     ]
             for flat in unit.flats:
                 if flat.trainable:
-                    # holding the node that accumulates a gradient keeps its identity from step to step
-                    with torch._C.DisableTorchFunctionSubclass():
-                        self._nodes[flat] = [torch.autograd.graph.get_gradient_edge(p).node for p in flat.parameters]
                     for index, parameter in enumerate(flat.parameters):
                         hook = self._gradient_hook(unit, flat, index)
                         self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -184,6 +184,8 @@ class Schedule:
         if self._depth == 0:
             self._abandon_backward()
             self._release_all()
+            if self._backward_done:
+                self._used, self._backward_done = set(), False
             self._walk = Pass(self.forward_order.units, self.forward_order.learned)
             self.forward_order.seen = {}
         self._depth += 1
@@ -215,8 +217,11 @@ class Schedule:
         if in_backward():
             self._start_session()
             self.backward_order.visit(unit)
-        elif self._depth:
-            self.forward_order.visit(unit)
+            self._reduce_ready()
+        else:
+            self._used.add(unit)
+            if self._depth:
+                self.forward_order.visit(unit)
         walk = self._walk
         if walk is not None and walk.ahead(unit):
             while walk.next() is not unit:
@@ -285,8 +290,6 @@ class Schedule:
             )
         self.need(unit)
         unit.resident = True
-        if torch.is_grad_enabled():
-            self._keep_for_backward(unit)
 
     def _keep_for_backward(self, unit: Unit) -> None:
         """Have the unit throughout the next backward: no hook will tell when it is needed."""
@@ -333,19 +336,22 @@ class Schedule:
         return call
 
     def _begin_backward(self, gradient: torch.Tensor) -> None:
-        """The first hook of a backward that starts from the model's outputs."""
+        """The first hook of a backward that starts from the model's outputs: autograd's outermost task."""
         self._start_session()
-        for unit in self._touched:
-            self.need(unit)
 
     def _start_session(self) -> None:
         if self._in_session:
             return
-        self._in_session = True
+        self._in_session = self._backward_done = True
+        self._accumulates = _accumulates()
         self._expected, self._waits, self._complete, self._reduced = set(), {}, set(), []
         self.backward_order.seen, self.reduce_order.seen = {}, {}
         self._walk = Pass(self.backward_order.units, self.backward_order.learned) if self.divided else None
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        # where a weight may have been used apart from its module, no hook tells when backward comes to that
+        for unit in self.backward_order.units:
+            if unit.divided and (unit.resident or unit in self._touched):
+                self.need(unit)
 
     def _expect(self, unit: Unit) -> None:
         """Find out which of the unit's gradients autograd's task under way will produce.
@@ -357,31 +363,40 @@ class Schedule:
         if key in self._expected:
             return
         self._expected.add(key)
-        nodes = (node for flat in unit.flats if flat.trainable for node in self._nodes[flat])
-        self._waits.setdefault(unit, set()).update(id(node) for node in nodes if _will_run(node))
+        waits = self._waits.setdefault(unit, set())
+        for flat in unit.flats:
+            if flat.trainable:
+                waits.update((flat, i) for i, p in enumerate(flat.parameters) if p.requires_grad and _will_run(p))
 
     def _gradient_hook(self, unit: Unit, flat: Flat, index: int) -> Any:
+        # autograd's own memory holds the hook, where the garbage collector cannot see a cycle
+        weak = weakref.ref(self), weakref.ref(unit), weakref.ref(flat)
+
         def hook(parameter: nn.Parameter) -> None:
-            gradient = parameter_grad(parameter)
-            if gradient is None:
-                return
-            self._start_session()
-            self._expect(unit)
-            if flat.reducing:
-                self._drain()
-            flat.take(index, gradient)
-            set_parameter_grad(parameter, None)
-            self._waits[unit].discard(id(self._nodes[flat][index]))
-            self._maybe_done(unit)
+            schedule, unit, flat = (reference() for reference in weak)
+            gradient = torch.Tensor.grad.__get__(parameter)  # autograd's own field, behind the managed one
+            if gradient is not None:
+                schedule._take(unit, flat, index, gradient)
+                torch.Tensor.grad.__set__(parameter, None)
 
         return hook
+
+    def _take(self, unit: Unit, flat: Flat, index: int, gradient: torch.Tensor) -> None:
+        """Move a gradient that backward has completed to its flat."""
+        self._start_session()
+        self._expect(unit)
+        if flat.reducing:
+            self._drain()
+        flat.take(index, gradient)
+        self._waits[unit].discard((flat, index))
+        self._maybe_done(unit)
 
     def _maybe_done(self, unit: Unit) -> None:
         """Free a unit that backward is done with, and reduce its gradients."""
         if self._waits.get(unit):
             return
         if unit.divided and unit.state is State.GATHERED and not unit.pinned and not self._running.get(unit):
-            if unit not in self._touched:
+            if not (unit in self._touched or unit.resident and any(not flat.trainable for flat in unit.flats)):
                 self.release(unit)
                 self._fill()
         if any(flat.arrived for flat in unit.flats) and unit not in self._complete:
@@ -390,15 +405,23 @@ class Schedule:
             self._reduce_ready()
 
     def _reduce_ready(self) -> None:
-        """Issue the reductions whose turn has come."""
-        if not self.sync:
-            return
+        """Issue the reductions whose turn has come.
+
+        A unit that no forward has needed on this rank adds nothing, and other ranks may wait
+        for that.
+        """
         order = self.reduce_order.units
-        while len(self._reduced) < len(order) and order[len(self._reduced)] in self._complete:
-            self._reduce(order[len(self._reduced)])
+        while self.sync and self._accumulates and len(self._reduced) < len(order):
+            unit = order[len(self._reduced)]
+            if unit not in self._complete and (unit in self._used or not unit.divided):
+                return
+            self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
         self._reduced.append(unit)
+        # a rank that skips a unit must not wait for its reduction before the others can have gathered it
+        while self._walk is not None and self._walk.ahead(unit):
+            self._skip(self._walk)
         flats = [flat for flat in unit.flats if flat.trainable]
         if not flats:
             return
@@ -426,7 +449,7 @@ class Schedule:
     def _end_backward(self) -> None:
         """Every gradient of this backward is there: reduce the rest, on every rank the same."""
         try:
-            if self.sync and any(flat.arrived for unit in self.units for flat in unit.flats) or self._reduced:
+            if self.sync and self._accumulates:
                 for unit in self.reduce_order.units[len(self._reduced) :]:
                     self._reduce(unit)
                 self._drain()
@@ -517,20 +540,23 @@ class Schedule:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._nodes.clear()
 
 
-def _will_run(node: Any) -> bool:
+def _will_run(parameter: nn.Parameter) -> bool:
+    """Whether autograd's task under way will accumulate a gradient for the parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        return False  # torch.autograd.grad hands gradients to its caller and accumulates none
+        return False  # see `_accumulates`
 
 
-def parameter_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Autograd's own gradient field, behind the managed one."""
-    return torch.Tensor.grad.__get__(parameter)
-
-
-def set_parameter_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
-    torch.Tensor.grad.__set__(parameter, value)
+def _accumulates() -> bool:
+    """Whether the task under way is a backward, and no torch.autograd.grad, which gives gradients to its caller."""
+    node = torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node
+    try:
+        torch._C._will_engine_execute_node(node)
+        return True
+    except RuntimeError:
+        return False

@@ -62,7 +62,8 @@ class Flat:
         self.local: torch.Tensor | None = None
         self._held: torch.Tensor | None = None
         self.arrived: set[int] = set()  # slots whose gradient is in `local`
-        self.kept: set[int] = set()  # slots whose gradient, from this rank, is in `grad`
+        self.kept: set[int] = set()  # slots whose gradient is in `grad`
+        self.contributed: set[int] = set()  # those of them to which this rank's backward has added
         self._stale: set[int] = set()  # slots whose part of `grad` was dropped and not yet zeroed
         self.reduced = False  # whether `grad` holds anything
         self.reducing = False
@@ -211,7 +212,8 @@ class Flat:
         for index, slot in enumerate(self.layout.slots):
             if index not in self.arrived:
                 self.local[slot.start : slot.stop].zero_()
-        self.kept |= self.arrived
+        self.kept.update(range(len(self.parameters)))  # another rank may have added to any of them
+        self.contributed |= self.arrived
         self.arrived.clear()
         self.reducing = True
         if self._held is None and self.reduced:
@@ -259,6 +261,7 @@ class Flat:
         """Drop one parameter's gradient, as `p.grad = None` asks for."""
         if index in self.kept or index in self.arrived:
             self.kept.discard(index)
+            self.contributed.discard(index)
             self.arrived.discard(index)
             self._stale.add(index)
             if not self.kept and not self.arrived:
@@ -266,6 +269,7 @@ class Flat:
 
     def drop_gradients(self) -> None:
         self.kept.clear()
+        self.contributed.clear()
         self.arrived.clear()
         self._stale.clear()
         self.local = self._held = None
@@ -308,7 +312,8 @@ class Unit:
         self.modules = list(modules)
         self.flats: list[Flat] = []
         self.state = State.GATHERED
-        #: stays gathered until the pass ends: used in several places, or by pieces of the root
+        #: gathered from its first use to the end of a forward, and from the start of a backward:
+        #: it is used in several places, or apart from its modules
         self.resident = False
         self.pinned = 0  # `gathered` blocks that hold it
         self.on_touch: Any = None

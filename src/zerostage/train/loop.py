@@ -78,6 +78,7 @@ def train(config: TrainConfig) -> None:
             state = zerostage.full_state_dict(model)  # a collective: every rank takes part
             if rank == 0:
                 report.saved(models.save(model, state, tokenizer, config.save))
+    zerostage.close(model)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -321,9 +321,9 @@ class World:
         if self.size == 1:
             return
         self.meter.add("broadcast", tensor.nbytes if self.rank == 0 else 0)
-        host = tensor.cpu()
+        host = tensor.detach().cpu().contiguous()
         self.controls.issue(what, (dist.broadcast(_raw(host), group=self._data, group_src=0, async_op=True),)).wait()
-        if self.streams:
+        if host.data_ptr() != tensor.data_ptr():
             tensor.copy_(host)
 
     # Disagreement: ranks that have waited for long write down what for, and read the others' notes.
@@ -374,7 +374,7 @@ class _Call:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes: a transport needs no opinion about dtypes."""
-    return tensor.view(torch.uint8) if tensor.numel() else tensor
+    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
 def start_from_environment(device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +20,6 @@ from zerostage.partition import Partition
 from zerostage.precision import Precision
 from zerostage.schedule import Schedule, in_backward
 from zerostage.unit import Flat, Unit
-
-log = logging.getLogger("zerostage")
-
 
 class Engine:
     """What holds one sharded model together. Reached through `engine_of(model)`."""
@@ -177,6 +174,7 @@ def shard(
     _guard_conversions(engine)
     if optimizer is not None:
         engine.driver = Driver(optimizer, engine.schedule, world)
+        _warn_without_masters(engine)
     model.register_load_state_dict_post_hook(lambda module, keys: _after_load_state_dict(engine))
     world.meter.reset()
     return model, optimizer
@@ -271,6 +269,17 @@ def _guard_conversions(engine: Engine) -> None:
         return engine.model
 
     engine.model._apply = apply
+
+
+def _warn_without_masters(engine: Engine) -> None:
+    bare = [f for f in engine.flats if f.trainable and f.master_dtype == f.dtype and f.dtype.itemsize < 4]
+    if bare and engine.world.rank == 0:
+        warnings.warn(
+            f"no master weights: the optimizer updates {bare[0].dtype} weights, such as "
+            f"'{bare[0].layout.slots[0].name}', directly. A bf16 number has 8 bits of mantissa, so that an update below "
+            "about 1/256 of a weight rounds to nothing; use Precision(master=torch.float32) to keep it",
+            stacklevel=3,
+        )
 
 
 def _after_load_state_dict(engine: Engine) -> None:

@@ -120,6 +120,9 @@ def run_rank(function, *arguments) -> int:
             report = Path(reports, f"{rank}.partial")
             report.write_text(json.dumps({"rank": int(rank), "time": time.time(), "text": text}), encoding="utf-8")
             report.rename(report.with_suffix(".json"))
+            # Where another rank was killed, this one only noticed: give the launcher the time to
+            # see that one's end first.
+            time.sleep(1)
         else:
             print(f"rank {rank}: {text}" if "RANK" in os.environ else text, file=sys.stderr)
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -139,16 +142,23 @@ def quiet_interrupt() -> None:
 
 def _first_failure(failures: dict, reports: Path) -> str:
     """What to print about the rank that failed first; the others failed because it went away."""
+    # A rank that the system ended (out of memory, a crash) has left no report; one that was ended
+    # by SIGTERM was most likely ended by the launcher, because of another.
     for rank, failure in failures.items():
-        if failure.exitcode < 0:  # no Python code ran at the end, so there is no report
-            hint = "; the system does this when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
-            return f"rank {rank} was ended by {failure.signal_name()}{hint}; the other ranks were ended"
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return _ended(rank, failure)
     known = [json.loads(path.read_text(encoding="utf-8")) for path in reports.glob("*.json")]
     if known:
         first = min(known, key=lambda report: report["time"])
         return f"rank {first['rank']} failed: {first['text']}"
-    rank, failure = next(iter(failures.items()))
-    return f"rank {rank} failed with exit code {failure.exitcode}; the other ranks were ended"
+    return _ended(*next(iter(failures.items())))
+
+
+def _ended(rank: int, failure) -> str:
+    if failure.exitcode >= 0:
+        return f"rank {rank} ended with exit code {failure.exitcode}; the other ranks were ended"
+    hint = "; the system does this when memory runs out" if failure.exitcode == -9 else ""
+    return f"rank {rank} was ended by {failure.signal_name()}{hint}; the other ranks were ended"
 
 
 def _end_with_parent(parent: int) -> None:

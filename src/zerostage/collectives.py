@@ -27,8 +27,10 @@ import torch.distributed as dist
 
 from zerostage.partition import Partition
 
-#: Elements per piece of a reduction or an optimizer update: fp32 pieces of this size stay in a CPU's cache.
+#: Elements per piece of a reduction or an optimizer update on a CPU: fp32 pieces of this size stay in its cache.
 CHUNK = 131_072
+#: The same on an accelerator, where a piece must be worth a kernel launch.
+LARGE_CHUNK = 16_777_216
 #: Seconds without progress after which ranks compare what they are waiting for.
 STALL = 3.0
 #: Seconds after which ranks that all wait for different things are called deadlocked.
@@ -40,6 +42,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 class OrderError(RuntimeError):
     """Ranks wait for each other in different places, so none would ever go on."""
+
+
+def piece_size(device: torch.device) -> int:
+    """Elements to work on at a time, so that no wide copy of a whole buffer is ever made."""
+    return CHUNK if device.type == "cpu" else LARGE_CHUNK
 
 
 class Meter:
@@ -205,8 +212,9 @@ def tree_sum(
     nodes and then across them gives the same bits. `out` and `add` may be one of the parts.
     """
     wide = torch.promote_types(parts[0].dtype, torch.float32)
-    for start in range(0, out.numel(), CHUNK):
-        piece = slice(start, min(start + CHUNK, out.numel()))
+    size = piece_size(out.device)
+    for start in range(0, out.numel(), size):
+        piece = slice(start, min(start + size, out.numel()))
         result = _subtree([part[piece] for part in parts], wide)
         if divisor > 1:
             result.div_(divisor)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zerostage.collectives import CHUNK, World
+from zerostage.collectives import World, piece_size
 from zerostage.partition import Partition
 from zerostage.unit import Flat, Unit
 
@@ -149,7 +149,7 @@ def peak_bound(units: list[Unit], world: World, prefetch: int) -> int:
     if wholes:
         staging = 2 * wholes[0] if partition.gradients > 1 else 0
         gradients = staging + wholes[0]
-    scratch = (1 + world.size.bit_length()) * CHUNK * 4
+    scratch = (1 + world.size.bit_length()) * piece_size(world.device) * 4
     return weights + gradients + scratch
 
 

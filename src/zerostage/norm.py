@@ -12,17 +12,16 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from zerostage.collectives import CHUNK, World
+from zerostage.collectives import World, piece_size
 from zerostage.unit import Flat
 
 
 def _pieces(flats: Iterable[Flat]) -> Iterator[torch.Tensor]:
-    """This rank's own gradients, in cache-sized pieces (whole on an accelerator)."""
+    """This rank's own gradients, in pieces."""
     for flat in flats:
         if flat.trainable and flat.reduced:
             flat.settled_grad()
-            own = flat.own_grad
-            yield from own.split(CHUNK) if own.device.type == "cpu" else (own,)
+            yield from flat.own_grad.split(piece_size(flat.device))
 
 
 def grad_norm(flats: Iterable[Flat], world: World, norm_type: float = 2.0) -> float:
@@ -45,7 +44,7 @@ def scale_gradients(flats: Iterable[Flat], factor: float) -> None:
         if flat.trainable and flat.reduced:
             gradient = flat.settled_grad()
             factor32 = torch.tensor(factor, dtype=torch.float32)
-            for piece in gradient.split(CHUNK):
+            for piece in gradient.split(piece_size(flat.device)):
                 wide = torch.promote_types(piece.dtype, torch.float32)
                 piece.copy_(piece.to(wide).mul_(factor32.to(piece.device)))
 

@@ -14,14 +14,14 @@ are being sent, the next unit is updated.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerostage.collectives import CHUNK, Pending, World
+from zerostage.collectives import Pending, World, piece_size
+from zerostage.elementwise import bare_copy, check_elementwise
 from zerostage.norm import not_finite, own_finite
 from zerostage.schedule import Schedule
 from zerostage.unit import Flat, Unit
@@ -29,8 +29,6 @@ from zerostage.unit import Flat, Unit
 log = logging.getLogger("zerostage")
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
-_ELEMENTWISE = (*_ADAM, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
-                torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
 
 
 class Segment:
@@ -83,7 +81,7 @@ class Driver:
         self._managed = {id(p) for flat in self.flats for p in flat.parameters}
         self.known_norm: tuple[Any, float] | None = None
         self._parked: list[list[Any]] | None = None
-        self._inner = self._make_inner()
+        self._inner = bare_copy(optimizer)
         self._adopt_state(dict(optimizer.state))
         optimizer.skipped, optimizer.skipped_steps = False, 0
         self._loading: Any = None
@@ -93,16 +91,6 @@ class Driver:
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
-
-    def _make_inner(self) -> torch.optim.Optimizer:
-        """An optimizer of the same class and settings, without hooks, whose parameters are set per call."""
-        inner = object.__new__(type(self.optimizer))
-        inner.__dict__.update(self.optimizer.__dict__)
-        inner.__dict__.pop("step", None)  # an LR scheduler may have wrapped the user's
-        inner._optimizer_step_pre_hooks = OrderedDict()
-        inner._optimizer_step_post_hooks = OrderedDict()
-        inner.state = defaultdict(dict)
-        return inner
 
     # State
 
@@ -273,7 +261,7 @@ class Driver:
                 self.optimizer.state[segment.parameter] = state
             state["step"] += 1
             length = segment.stop - segment.start
-            piece = CHUNK if flat.device.type == "cpu" else length
+            piece = piece_size(flat.device)
             for first in range(0, length, piece):
                 part = slice(first, min(first + piece, length))
                 place = slice(segment.slice.start + part.start, segment.slice.start + part.stop)
@@ -316,46 +304,4 @@ def _may_fuse(group: dict[str, Any]) -> bool:
     """Whether the user left the choice of implementation open or asked for the fused one."""
     return group.get("fused") is not False and not (
         group.get("foreach") or group.get("differentiable") or group.get("capturable")
-    )
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers whose update of one element depends on others.
-
-    torch's elementwise ones are known. Any other class is tried out: three steps on a small
-    matrix must give what they give on its two flattened halves, stepped one after the other.
-    Raises ValueError with the reason.
-    """
-    if type(optimizer) in _ELEMENTWISE:
-        return
-    name = type(optimizer).__name__
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(8, 32, generator=generator) for _ in range(4))
-
-    def trained(pieces: list[torch.Tensor], cut: Any) -> list[torch.Tensor]:
-        trial = object.__new__(type(optimizer))
-        trial.__dict__.update(optimizer.__dict__)
-        trial.__dict__.pop("step", None)
-        trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        trial.state = defaultdict(dict)
-        parameters = [nn.Parameter(piece.clone()) for piece in pieces]
-        settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-        for gradient in gradients:
-            for parameter, part in zip(parameters, cut(gradient)):
-                parameter.grad = part.clone()
-                trial.param_groups = [{**settings, "params": [parameter]}]
-                trial.step()
-        return [parameter.detach().flatten() for parameter in parameters]
-
-    reason = "its update of an element depends on the other elements of the same parameter, or on how often it is called"
-    try:
-        whole = trained([start], lambda tensor: [tensor])[0]
-        parts = torch.cat(trained(list(start.flatten().chunk(2)), lambda tensor: tensor.flatten().chunk(2)))
-        if torch.allclose(whole, parts, rtol=1e-5, atol=1e-7):
-            return
-    except Exception as error:
-        reason = f"it fails on one-dimensional parts of a parameter: {type(error).__name__}: {error}"
-    raise ValueError(
-        f"{name} cannot run on divided parameters: {reason}. Use an elementwise optimizer (AdamW, Adam, SGD, RMSprop, "
-        "Lion, ...); LAMB, Muon, Adafactor and their like need whole parameters"
     )

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostage.collectives import OrderError, Pending, World
+from zerostage.collectives import Pending, World
+from zerostage.order import Order, Pass, agree
 from zerostage.unit import Flat, State, Unit
 
 
@@ -51,49 +52,6 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(item, depth + 1)
 
 
-class Order:
-    """The order in which a kind of work visits the units, learned from what really happened."""
-
-    def __init__(self, units: list[Unit]) -> None:
-        self.units = list(units)
-        self.learned = False
-        self.seen: dict[Unit, int] = {}  # visits this time, in the order of the first ones
-
-    def visit(self, unit: Unit) -> None:
-        self.seen[unit] = self.seen.get(unit, 0) + 1
-
-    def deviates(self) -> bool:
-        """Whether the units came in another order than the recorded one."""
-        place = {unit: i for i, unit in enumerate(self.units)}
-        places = [place[unit] for unit in self.seen]
-        return places != sorted(places)
-
-    def adopt(self, seen: list[Unit]) -> None:
-        """Follow `seen` from now on. Units that it lacks keep their place behind the unit before them."""
-        order = list(seen)
-        for place, unit in enumerate(self.units):
-            if unit not in order:
-                before = [order.index(u) for u in self.units[:place] if u in order]
-                order.insert(before[-1] + 1 if before else 0, unit)
-        self.units = order
-        self.learned = True
-
-
-class Pass:
-    """One walk through the units in order; `cursor` is the place of the next one to be gathered."""
-
-    def __init__(self, units: list[Unit], learned: bool) -> None:
-        self.units, self.learned = units, learned
-        self.cursor = 0
-        self._place = {unit: place for place, unit in enumerate(units)}
-
-    def ahead(self, unit: Unit) -> bool:
-        return self._place[unit] >= self.cursor
-
-    def next(self) -> Unit | None:
-        return self.units[self.cursor] if self.cursor < len(self.units) else None
-
-
 class Call:
     """One forward of a unit that has frozen weights: whether backward is between its output and its inputs."""
 
@@ -106,6 +64,7 @@ class Schedule:
 
     def __init__(self, model: nn.Module, units: list[Unit], world: World, prefetch: int) -> None:
         self.units, self.world, self.prefetch = units, world, prefetch
+        self._place = {unit: place for place, unit in enumerate(units)}
         self.forward_order = Order(units)
         # a unit with several places is needed early in backward and complete late
         self.backward_order = Order(sorted(units[::-1], key=lambda unit: not unit.resident))
@@ -199,8 +158,8 @@ class Schedule:
         if output is not None:
             self._finish_walk()
         for unit, uses in self.forward_order.seen.items():
-            if uses > 1 and not unit.resident:  # from now on gathered once a pass, like the others
-                unit.resident = True
+            if uses > 1:  # from now on gathered once a pass, like the others
+                self._make_resident(unit)
         self._walk = None
         self._release_all()
         if torch.is_grad_enabled():
@@ -251,13 +210,13 @@ class Schedule:
     def _gather(self, unit: Unit) -> None:
         self.record("gather", unit)
         unit.gather()
-        self._window += 1
+        self._window += not unit.resident
 
     def _fill(self) -> None:
         """Start gathering the units that come next, as far as memory allows."""
         walk = self._walk
         while walk is not None and self.prefetch and (unit := walk.next()) is not None:
-            if self._window - self._residents() >= 1 + self.prefetch:
+            if self._window >= 1 + self.prefetch:
                 return
             self._advance(walk)
 
@@ -269,7 +228,7 @@ class Schedule:
     def release(self, unit: Unit) -> None:
         self.record("free", unit)
         unit.release()
-        self._window -= 1
+        self._window -= not unit.resident
 
     def _release_all(self) -> None:
         for unit in self.units:
@@ -278,8 +237,10 @@ class Schedule:
                     unit.arrive()
                 self.release(unit)
 
-    def _residents(self) -> int:
-        return sum(unit.state is not State.AT_REST for unit in self.units if unit.resident)
+    def _make_resident(self, unit: Unit) -> None:
+        if not unit.resident:
+            unit.resident = True
+            self._window -= unit.state is not State.AT_REST
 
     def _touch(self, unit: Unit, parameter: str, function: Any) -> None:
         if not self._depth and not in_backward():
@@ -289,7 +250,7 @@ class Schedule:
                 f"not here. Use it within `with zerostage.gathered(model):` on every rank"
             )
         self.need(unit)
-        unit.resident = True
+        self._make_resident(unit)
 
     def _keep_for_backward(self, unit: Unit) -> None:
         """Have the unit throughout the next backward: no hook will tell when it is needed."""
@@ -506,36 +467,16 @@ class Schedule:
                     self.release(unit)
 
     def proposals(self) -> list[list[int] | None]:
-        """The orders that this rank saw where they differ from the recorded ones, as places in `units`."""
-        result: list[list[int] | None] = []
-        for order in self._orders:
-            changed = bool(order.seen) and (order.deviates() or not order.learned)
-            result.append([self.units.index(unit) for unit in order.seen] if changed else None)
-        return result
+        """For each kind of work, the order that this rank saw where it differs from the recorded one."""
+        return [order.proposal(self._place) for order in self._orders]
 
     def adopt(self, everyone: list[list[list[int] | None]]) -> None:
-        """Agree on the orders that the ranks propose. Raises OrderError when two ranks' orders contradict."""
-        self._check_agreement([seen[0] for seen in everyone])
+        """Record the orders that the ranks propose. Raises OrderError when two ranks' forwards contradict."""
+        agree([orders[0] for orders in everyone], [unit.name for unit in self.units])
         for order, seen in zip(self._orders, zip(*everyone)):
             longest = max((s for s in seen if s), key=len, default=None)
             if longest is not None:
-                order.adopt([self.units[i] for i in longest])
-
-    def _check_agreement(self, orders: list[list[int] | None]) -> None:
-        for rank, first in enumerate(orders):
-            for other in range(rank + 1, len(orders)):
-                second = orders[other]
-                if not first or not second:
-                    continue
-                common = [i for i in first if i in second]
-                swapped = [i for i in second if i in first]
-                for a, b in zip(common, swapped):
-                    if a != b:
-                        raise OrderError(
-                            f"the ranks ran the model's units in different orders: where rank {rank} ran "
-                            f"'{self.units[a].name}', rank {other} ran '{self.units[b].name}'. Every rank must run "
-                            "the same modules in the same order in each forward"
-                        )
+                order.adopt([self.units[place] for place in longest])
 
     def close(self) -> None:
         for handle in self._handles:

@@ -127,8 +127,9 @@ class Channel:
         self.world, self.kind = world, kind
         self.issued = 0
         self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
-        threading.Thread(target=_complete_all, args=(self._queue,), name=f"zerostage-{kind}", daemon=True).start()
-        self.close = weakref.finalize(self, self._queue.put, None)  # the thread ends with its channel
+        thread = threading.Thread(target=_complete_all, args=(self._queue,), name=f"zerostage-{kind}", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _end, thread, self._queue)  # with the channel, or at exit
 
     def issue(self, what: str, works: Sequence[Any]) -> Pending:
         self.issued += 1
@@ -142,6 +143,12 @@ class Channel:
             self.world.compare(self.kind, pending.what, time.monotonic() - waited)
         if time.monotonic() - waited > STALL:
             self.world.withdraw()
+
+
+def _end(thread: threading.Thread, pendings: queue.SimpleQueue[Pending | None]) -> None:
+    pendings.put(None)
+    if thread is not threading.current_thread():
+        thread.join(timeout=1.0)  # a thread that is left in a receive must not hold up the end of the process
 
 
 def _complete_all(pendings: queue.SimpleQueue[Pending | None]) -> None:

@@ -572,6 +572,35 @@ def test_I5_memory_is_flat_over_steps_and_over_models() -> None:
         assert max(tenth, fiftieth, after_others) - min(tenth, fiftieth, after_others) <= 23
 
 
+def two_teams(rank: int, n: int, stage: int) -> dict[str, torch.Tensor]:
+    """Ranks 0 and 1 train one model, ranks 2 and 3 another one, with another number of units."""
+    pairs = [torch.distributed.new_group([first, first + 1]) for first in (0, 2)]
+    model = mlp(8, 16, 4) if rank < 2 else mlp(8, 8, 8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zerostage.shard(model, optimizer, stage=stage, group=pairs[rank // 2], units=[nn.Linear])
+    for step in range(3):
+        x, y = features(rank % 2, step)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zerostage.full_state_dict(model, rank0_only=False)
+
+
+def test_groups_train_apart() -> None:
+    for stage in (0, 3):
+        results = run(two_teams, n=4, stage=stage)
+        for first, widths in ((0, (8, 16, 4)), (2, (8, 8, 8, 4))):
+            oracle = mlp(*widths)
+            optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+            for step in range(3):
+                losses = [nn.functional.mse_loss(oracle(x), y) for x, y in (features(r, step) for r in range(2))]
+                (sum(losses) / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for result in results[first : first + 2]:
+                assert_close(result, oracle.state_dict(), f"stage {stage}, ranks from {first}")
+
+
 def test_a_plain_script_needs_no_launcher() -> None:
     model, optimizer = zerostage.shard(m := mlp(), torch.optim.AdamW(m.parameters()), stage=3)
     assert model is m and not torch.distributed.is_initialized()

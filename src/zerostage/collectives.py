@@ -260,7 +260,7 @@ class World:
             # groups of our own, so that a user's collectives and ours never pair up; one for each kind of
             # agreement, so that where ranks disagree about what comes next they wait and find out
             self._data, self._votes, self._norms, self._objects = self._groups = [
-                dist.new_group(self.global_ranks, backend="gloo", timeout=timedelta(hours=2)) for _ in range(4)
+                self._new_group(self.global_ranks, "gloo") for _ in range(4)
             ]
             self._store = dist.distributed_c10d._get_default_store()
             self._prefix = f"zerostage/{self._data.group_name}"
@@ -284,12 +284,12 @@ class World:
             teams.setdefault(others(rank), []).append(rank)
         team = Team(self, teams[others(self.rank)])
         if self.streams and team.size > 1:
-            for ranks in teams.values():
-                # every rank takes part in making every group, in the same order
-                made = dist.new_group([self.global_ranks[rank] for rank in ranks], backend="nccl")
-                if self.rank in ranks:
-                    team.group = made
+            team.group = self._new_group([self.global_ranks[rank] for rank in team.ranks], "nccl")
         return team
+
+    def _new_group(self, ranks: list[int], backend: str) -> Any:
+        # only its members call this: other ranks may train another model meanwhile
+        return dist.new_group(ranks, timedelta(hours=2), backend, use_local_synchronization=True)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         return dist.isend(_raw(tensor), group=self._data, group_dst=rank, tag=tag)

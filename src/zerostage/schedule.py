@@ -37,19 +37,23 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:
     """The tensors within a module's inputs or outputs, however they are packed."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth < 6 and value is not None and not isinstance(value, (str, bytes, int, float, nn.Module)):
-        if isinstance(value, dict):
-            items: Iterable[Any] = value.values()
-        elif isinstance(value, (list, tuple, set)):
-            items = value
-        else:
-            items = getattr(value, "__dict__", {}).values()
-        for item in list(items):
-            yield from tensors_in(item, depth + 1)
+        return
+    seen = set() if seen is None else seen
+    if depth > 5 or id(value) in seen or isinstance(value, (str, bytes, int, float, type, nn.Module, type(None))):
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        items: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        items = value
+    else:
+        items = getattr(value, "__dict__", {}).values()
+    for item in list(items):
+        yield from tensors_in(item, seen, depth + 1)
 
 
 class Call:
@@ -80,7 +84,7 @@ class Schedule:
         self._used: set[Unit] = set()  # what the forwards before the next backward have needed
         self._backward_done = False  # since the last forward
         self._in_session = False  # a backward is under way
-        self._accumulates = False  # it produces gradients for parameters: it is no torch.autograd.grad
+        self._accumulates = False  # it produces gradients for parameters
         self._expected: set[tuple[Unit, int]] = set()  # units looked at, by autograd task
         self._waits: dict[Unit, set[tuple[Flat, int]]] = {}  # by unit: gradients that this backward will still produce
         self._running: dict[Unit, int] = {}  # by unit: calls that backward has entered and not left
@@ -304,7 +308,8 @@ class Schedule:
         if self._in_session:
             return
         self._in_session = self._backward_done = True
-        self._accumulates = _accumulates()
+        trained = (p for unit in self.units for flat in unit.flats if flat.trainable for p in flat.parameters)
+        self._accumulates = _accumulates() and any(parameter.requires_grad for parameter in trained)
         self._expected, self._waits, self._complete, self._reduced = set(), {}, set(), []
         self.backward_order.seen, self.reduce_order.seen = {}, {}
         self._walk = Pass(self.backward_order.units, self.backward_order.learned) if self.divided else None

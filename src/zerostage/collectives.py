@@ -253,15 +253,15 @@ class World:
         self.partition = (partition or place(self.size)).check(self.size)
         self.streams = device.type == "cuda" and self.distributed
         self._data: Any = None
-        self._groups: list[Any] = []
+        self._to_destroy: list[Any] = []
         self._store: Any = None
         self._mine: tuple[str, str] | None = None
         if self.distributed and self.size > 1:
             # groups of our own, so that a user's collectives and ours never pair up; one for each kind of
             # agreement, so that where ranks disagree about what comes next they wait and find out
-            self._data, self._votes, self._norms, self._objects = self._groups = [
+            self._data, self._votes, self._norms, self._objects = (
                 self._new_group(self.global_ranks, "gloo") for _ in range(4)
-            ]
+            )
             self._store = dist.distributed_c10d._get_default_store()
             self._prefix = f"zerostage/{self._data.group_name}"
             self.gathers = Channel(self, "gather")
@@ -288,8 +288,13 @@ class World:
         return team
 
     def _new_group(self, ranks: list[int], backend: str) -> Any:
-        # only its members call this: other ranks may train another model meanwhile
-        return dist.new_group(ranks, timedelta(hours=2), backend, use_local_synchronization=True)
+        part = len(ranks) < dist.get_world_size()
+        # only the members of a part make it: the other ranks may train another model meanwhile
+        made = dist.new_group(ranks, timedelta(hours=2), backend, use_local_synchronization=part)
+        if not part:
+            # torch names a part by its ranks, and would take the next one for this one if this one were destroyed
+            self._to_destroy.append(made)
+        return made
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         return dist.isend(_raw(tensor), group=self._data, group_dst=rank, tag=tag)
@@ -376,7 +381,7 @@ class World:
         if self.size > 1:
             for channel in (self.gathers, self.reductions, self.controls):
                 channel.close()
-            for group in self._groups + [team.group for team in self.teams if team.group is not None]:
+            for group in self._to_destroy:
                 dist.destroy_process_group(group)
 
 

@@ -277,3 +277,20 @@ def test_the_cost_per_unit_does_not_grow() -> None:
     few, some, many = (max(run(step_seconds, n=2, units=units)) for units in (4, 32, 128))
     # over gloo two more threads share the clock of the process
     assert many < 2 * some and many < 2 * few, (few, some, many)
+
+
+def two_models(rank: int, n: int) -> str:
+    models = [mlp(8, 16, 4) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer in zip(models, optimizers):
+        zerostage.shard(model, optimizer, stage=2)
+        model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises((zerostage.OrderError, RuntimeError)) as caught:
+        for optimizer in optimizers if rank == 0 else optimizers[::-1]:
+            optimizer.step()
+    return str(caught.value)
+
+
+def test_models_stepped_in_different_orders_are_found_out() -> None:
+    messages = run(two_models, n=2, timeout=60)
+    assert any("of each model in the same order" in message for message in messages), messages

@@ -12,6 +12,7 @@ for one another. Over NCCL they are its all-gather and all-to-all.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -35,6 +36,10 @@ LARGE_CHUNK = 16_777_216
 STALL = 3.0
 #: Seconds after which ranks that all wait for different things are called deadlocked.
 DEADLOCK = 10.0
+#: Seconds after which a rank says what it waits for.
+PATIENCE = 30.0
+
+log = logging.getLogger("zerostage")
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -255,7 +260,7 @@ class World:
         self._data: Any = None
         self._to_destroy: list[Any] = []
         self._store: Any = None
-        self._mine: tuple[str, str] | None = None
+        self._told = False  # that this rank has waited for long
         if self.distributed and self.size > 1:
             # groups of our own, so that a user's collectives and ours never pair up; one for each kind of
             # agreement, so that where ranks disagree about what comes next they wait and find out
@@ -263,7 +268,7 @@ class World:
                 self._new_group(self.global_ranks, "gloo") for _ in range(4)
             )
             self._store = dist.distributed_c10d._get_default_store()
-            self._prefix = f"zerostage/{self._data.group_name}"
+            self._name = self._data.group_name
             self.gathers = Channel(self, "gather")
             self.reductions = Channel(self, "reduction")
             self.controls = Channel(self, "agreement")
@@ -349,32 +354,43 @@ class World:
     # Disagreement: ranks that have waited for long write down what for, and read the others' notes.
 
     def compare(self, kind: str, what: str, waited: float) -> None:
-        """Called while stuck. Raises OrderError once it is certain that ranks wait for each other for ever."""
-        self._store.set(f"{self._prefix}/{self.rank}", f"{kind}|{what}|{time.time():.3f}")
-        self._mine = (kind, what)
-        notes: dict[int, tuple[str, str]] = {}
+        """Called while stuck. Raises OrderError once it is certain that ranks wait for each other for ever.
+
+        A rank has one note, whichever of its models it waits for.
+        """
+        mine = (self._name, kind, what)
+        self._store.set(self._note(self.rank), "|".join(mine))
+        notes: dict[int, tuple[str, ...]] = {}
         for rank in range(self.size):
-            key = f"{self._prefix}/{rank}"
-            if self._store.check([key]):
-                note = self._store.get(key).decode().split("|")
-                if len(note) == 3:
-                    notes[rank] = (note[0], note[1])
+            key = self._note(rank)
+            if self._store.check([key]) and (note := self._store.get(key).decode()):
+                notes[rank] = tuple(note.split("|"))
         number = what.rsplit(" ", 1)[-1]
-        crossed = [r for r, (k, w) in notes.items() if k == kind and w != what and w.rsplit(" ", 1)[-1] == number]
+        crossed = [n for n in notes.values() if n[:2] == mine[:2] and n != mine and n[2].rsplit(" ", 1)[-1] == number]
         stuck = waited > DEADLOCK and len(notes) == self.size and len(set(notes.values())) > 1
         if crossed or stuck:
-            waits = "; ".join(f"rank {rank} waits for {w}" for rank, (_, w) in sorted(notes.items()))
+            waits = "; ".join(f"rank {rank} waits for {note[2]}" for rank, note in sorted(notes.items()))
             # peers that have not looked yet need this rank's note and a moment to read it
             time.sleep(STALL + 1)
             raise OrderError(
                 f"the ranks ran the model's units in different orders and wait for each other: {waits}. "
                 "Every rank must run the same modules in the same order in each forward and backward, and call "
-                "optimizer.step() and clip_grad_norm_ equally often"
+                "optimizer.step() and clip_grad_norm_ equally often, of each model in the same order"
+            )
+        if waited > PATIENCE and not self._told:
+            self._told = True
+            others = sorted(set(range(self.size)) - set(notes))
+            log.warning(
+                f"{self.me} has waited {waited:.0f} s for {what}; ranks {others} are busy, or wait for something that is "
+                "not zerostage's (a barrier, another collective, a batch that does not come)"
             )
 
     def withdraw(self) -> None:
-        self._store.set(f"{self._prefix}/{self.rank}", "")
-        self._mine = None
+        self._store.set(self._note(self.rank), "")
+        self._told = False
+
+    def _note(self, rank: int) -> str:
+        return f"zerostage/waits/{self.global_ranks[rank]}"
 
     def close(self) -> None:
         """Release threads and process groups. Nothing may be pending."""

@@ -51,6 +51,9 @@ def divide(model: nn.Module, units: Sequence[nn.Module | str | type] | None = No
     instances are meant; None finds them. Raises ValueError for a name or module that the
     model does not have.
     """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"'{name}' has no shape yet: run one forward of a lazy module before zerostage.shard")
     blocks = repeated_blocks(model) if units is None else _chosen(model, units)
     owner_block: dict[nn.Module, str] = {}
     for name, block in sorted(blocks, key=lambda item: item[0].count(".")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from zerostage.norm import grad_norm, scale_gradients
 from zerostage.optimizer import Driver
 from zerostage.partition import Partition
 from zerostage.precision import Precision
-from zerostage.schedule import Schedule, in_backward
+from zerostage.schedule import Schedule
 from zerostage.unit import Flat, Unit
 
 class Engine:
@@ -48,6 +48,12 @@ class Engine:
                 index += 1
             unit.rest()
             self.units.append(unit)
+        self._places = [
+            (module, key, parameter)
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
         self.schedule = Schedule(model, self.units, world, prefetch)
         if self.missing:
             self._unready = model.register_forward_pre_hook(self._refuse_unready, prepend=True)
@@ -69,6 +75,17 @@ class Engine:
             f"the model was built on the meta device and '{min(self.missing)}' (of {len(self.missing)} parameters) has "
             "no values yet: call zerostage.load_weights(model, folder) before the first forward"
         )
+
+    def check_places(self) -> None:
+        """Raise when somebody has put another parameter in the place of one that is managed."""
+        for module, key, parameter in self._places:
+            if module._parameters.get(key) is not parameter:
+                name = parameter._flat.layout.slots[parameter._index].name
+                raise RuntimeError(
+                    f"'{name}' is no longer the parameter that was sharded: the model was changed after zerostage.shard. "
+                    "Write new values into it within `with zerostage.gathered(model, write=True):`, or change the model "
+                    "before it is sharded"
+                )
 
     def loaded(self, names: Iterable[str]) -> None:
         """Note that parameters, by first name, have values now."""
@@ -173,7 +190,7 @@ def shard(
         unit.engine = engine
     _guard_conversions(engine)
     if optimizer is not None:
-        engine.driver = Driver(optimizer, engine.schedule, world)
+        engine.driver = Driver(optimizer, engine.schedule, world, engine.check_places)
         _warn_without_masters(engine)
     model.register_load_state_dict_post_hook(lambda module, keys: _after_load_state_dict(engine))
     world.meter.reset()
@@ -240,7 +257,7 @@ def _kinds(
     for parameter, names in zip(division.parameters, division.names):
         own = None
         if parameter.is_floating_point():
-            own = precision or Precision.of(parameter.dtype)
+            own = precision or (Precision.of(parameter.dtype) if parameter.requires_grad else None)
         elif parameter.requires_grad:
             raise ValueError(f"'{names[0]}' is trainable and of dtype {parameter.dtype}; zerostage trains real numbers")
         kind = (not parameter.requires_grad, str(own or parameter.dtype))
@@ -317,34 +334,34 @@ def gathered(what: nn.Module | nn.Parameter | Iterable[Any], write: bool = False
     units = engine.units_of(items)
     schedule = engine.schedule
     schedule.hold(units)
-    whole = {flat.whole.untyped_storage()._cdata: flat for unit in units for flat in unit.flats if flat.divided}
-
-    def pack(tensor: torch.Tensor) -> Any:
-        flat = whole.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-        if flat is None:
-            return tensor
-        return flat, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    def unpack(saved: Any) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        flat, *geometry = saved
-        if in_backward():
-            schedule.keep_in_backward(flat.unit)
-        return flat.whole.as_strided(*geometry)
-
+    divided = [flat for unit in units for flat in unit.flats if flat.divided]
+    for flat in divided:
+        flat.note_versions()
     try:
-        if whole and torch.is_grad_enabled():
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                yield
-        else:
+        with schedule.saved.hooks() if divided and torch.is_grad_enabled() else nullcontext():
             yield
         if write:
             for flat in (flat for unit in units for flat in unit.flats):
                 engine.world.broadcast(flat.whole, f"the values written to {flat.unit.name}")
                 flat.write_back()
+        else:
+            _refuse_lost_changes(divided)
     finally:
         schedule.let_go(units)
+
+
+def _refuse_lost_changes(divided: list[Flat]) -> None:
+    for flat in divided:
+        base = flat.bounds[1][0]
+        seen = {index: flat.mine[a - base : b - base] for index, a, b in flat.layout.segments(*flat.bounds[1])}
+        kept = {index: flat.shard[a - base : b - base] for index, a, b in flat.layout.segments(*flat.bounds[1])}
+        for index in flat.changed():
+            # `p.data` may have been asked for to be read, so there the values tell
+            if index not in flat.exposed or index in seen and not torch.equal(seen[index], kept[index]):
+                raise RuntimeError(
+                    f"'{flat.layout.slots[index].name}' was changed within `gathered`, where changes are lost; "
+                    "use zerostage.gathered(..., write=True) to keep them"
+                )
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -374,6 +391,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True) -> dict[str, t
     Every rank must call it.
     """
     engine = _require(model)
+    engine.check_places()
     wanted = not rank0_only or engine.world.rank == 0
     values: dict[str, torch.Tensor] = {}
     for unit in engine.units:

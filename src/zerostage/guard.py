@@ -64,7 +64,7 @@ class DividedGradient(torch.Tensor):
         name = getattr(func, "__name__", "")
         if isinstance(first, DividedGradient):
             if name == "zero_":
-                first.flat.forget(first.index)
+                first.flat.zero(first.index)
                 return first
             if name in ("detach", "detach_"):  # zero_grad(set_to_none=False) detaches, then zeroes
                 return first
@@ -98,7 +98,8 @@ def _divided_message(args: Any, kwargs: Any, operation: str) -> str:
     return (
         f"the gradient of '{name}' is divided over the ranks, so '{operation}' cannot be computed on it here. "
         "To clip by the global norm call zerostage.clip_grad_norm_(model, max_norm); to update the weights "
-        "pass the optimizer to zerostage.shard(model, optimizer)"
+        "pass the optimizer to zerostage.shard(model, optimizer). A GradScaler cannot unscale it: train in bf16, or "
+        "scale the loss by hand"
     )
 
 
@@ -115,7 +116,36 @@ def _managed(base: type) -> dict[str, Any]:
                 "gradients in its own buffers. Set it to None to drop it, or scale the loss instead"
             )
 
-    return {"grad": property(get, set_, lambda self: set_(self, None)), "_zerostage_base": base}
+    def get_data(self):
+        values = torch.Tensor.data.__get__(self)
+        self._flat.exposed.add(self._index)  # whoever has it may write to it unseen
+        return values
+
+    def set_data(self, value):
+        values = get_data(self)
+        if (value.shape, value.dtype, value.device) != (values.shape, values.dtype, values.device):
+            raise RuntimeError(
+                f"cannot give '{self._flat.layout.slots[self._index].name}' other memory ({tuple(value.shape)} of "
+                f"{value.dtype} on {value.device}): it lies in a buffer of zerostage's. Move, cast or resize the model "
+                "before zerostage.shard, or give shard a precision"
+            )
+        if value.data_ptr() != values.data_ptr():
+            with torch.no_grad():
+                values.copy_(value)
+
+    def refuse_copy(self, *_):
+        raise RuntimeError(
+            f"'{self._flat.layout.slots[self._index].name}' belongs to a sharded model, which cannot be copied or pickled "
+            "as it is: build a second model and load zerostage.full_state_dict(model) into it, or save that"
+        )
+
+    return {
+        "grad": property(get, set_, lambda self: set_(self, None)),
+        "data": property(get_data, set_data),
+        "__deepcopy__": refuse_copy,
+        "__reduce_ex__": refuse_copy,
+        "_zerostage_base": base,
+    }
 
 
 class AbsentMarker:

@@ -14,7 +14,7 @@ are being sent, the next unit is updated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,8 +69,11 @@ class Segment:
 class Driver:
     """Runs `optimizer` on the segments of all trainable flats."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, world: World) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedule: Schedule, world: World, check_places: Callable[[], None]
+    ) -> None:
         check_elementwise(optimizer)
+        self.check_places = check_places
         self.optimizer, self.schedule, self.world = optimizer, schedule, world
         self.units: list[Unit] = [u for u in schedule.units if any(f.trainable for f in u.flats)]
         self.flats: list[Flat] = [f for u in self.units for f in u.flats if f.trainable]
@@ -78,7 +81,7 @@ class Driver:
             flat: [Segment(flat, *part) for part in flat.layout.segments(*flat.bounds[3])] for flat in self.flats
         }
         self._of = {id(s.parameter): s for segments in self.segments.values() for s in segments}
-        self._managed = {id(p) for flat in self.flats for p in flat.parameters}
+        self._managed = {id(p) for flat in schedule.flats for p in flat.parameters}
         self.known_norm: tuple[Any, float] | None = None
         self._parked: list[list[Any]] | None = None
         self._inner = bare_copy(optimizer)
@@ -156,12 +159,6 @@ class Driver:
         if used is None:
             return
         groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        strangers = [i for i in groups if i not in self._managed]
-        if strangers:
-            raise ValueError(
-                f"parameter group {groups[strangers[0]]} has a parameter that was not a trainable one of the model "
-                "when it was sharded; shard the model again with all parameters that are to be trained"
-            )
         sending: list[tuple[Iterator[Pending], Pending]] = []
         for unit in self.units:
             for flat in unit.flats:
@@ -169,6 +166,7 @@ class Driver:
                     flat.absorb_changes()
                     chosen = [s for s in self.segments[flat] if (flat, s.index) in used and id(s.parameter) in groups]
                     self._update(flat, chosen, groups)
+                    flat.updated()
             # the last unit's collective has had this unit's update to finish
             sending = _proceed(sending)
             for flat in unit.flats:
@@ -178,6 +176,20 @@ class Driver:
             sending = _proceed(sending)
 
     def _refuse_if_not_ready(self) -> None:
+        for flat in self.schedule.flats:
+            for slot, parameter in zip(flat.layout.slots, flat.parameters):
+                if not flat.trainable and parameter.requires_grad:
+                    raise RuntimeError(
+                        f"'{slot.name}' was frozen when the model was sharded, so it has no gradient buffer and no "
+                        "optimizer state; freeze it again, or shard the model with it trainable and freeze it afterwards"
+                    )
+        for number, group in enumerate(self.optimizer.param_groups):
+            if any(id(p) not in self._managed for p in group["params"]):
+                raise ValueError(
+                    f"parameter group {number} has a parameter that the model did not have when it was sharded: put new "
+                    "parameters into the model before zerostage.shard"
+                )
+        self.check_places()
         held = [unit.name for unit in self.schedule.units if unit.pinned]
         if held:
             raise RuntimeError(f"optimizer.step() within `gathered` of {held[0]}: leave the block before the step")

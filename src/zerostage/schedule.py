@@ -20,9 +20,11 @@ waits for the compute stream when they are issued. So no buffer needs `record_st
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from torch import nn
 
 from zerostage.collectives import Pending, World
 from zerostage.order import Order, Pass, agree
+from zerostage.saved import SavedWeights
 from zerostage.unit import Flat, State, Unit
 
 
@@ -56,11 +59,28 @@ def tensors_in(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iter
         yield from tensors_in(item, seen, depth + 1)
 
 
+def _not_compiled(hook: Any) -> Any:
+    """Keep torch.compile out of a hook. Its module takes long to import, so it is used only where it is there."""
+    disabled: list[Any] = []
+
+    def outside(*args: Any, **kwargs: Any) -> None:
+        if "torch._dynamo" in sys.modules:
+            if not disabled:
+                disabled.append(torch._dynamo.disable(hook))
+            disabled[0](*args, **kwargs)
+        else:
+            hook(*args, **kwargs)
+
+    outside._torchdynamo_disable = True  # not traced into; what it calls would be, without the above
+    return outside
+
+
 class Call:
-    """One forward of a unit that has frozen weights: whether backward is between its output and its inputs."""
+    """One forward of a unit: for frozen weights, whether backward is between its output and its inputs."""
 
     def __init__(self) -> None:
         self.inputs = self.running = False
+        self.saving = ExitStack()
 
 
 class Schedule:
@@ -80,10 +100,13 @@ class Schedule:
         self._window = 0  # units gathered or on their way, resident ones apart
         self._walk: Pass | None = None  # the pass under way
         self._depth = 0  # forwards of the model under way
+        self.saved = SavedWeights(units, self._need_saved)
+        self._saving = ExitStack()  # the context in which the forward under way saves tensors
         self._touched: list[Unit] = []  # units that are needed throughout the next backward
         self._used: set[Unit] = set()  # what the forwards before the next backward have needed
         self._backward_done = False  # since the last forward
         self._in_session = False  # a backward is under way
+        self._task: Any = lambda: None  # what autograd will call at its end
         self._accumulates = False  # it produces gradients for parameters
         self._expected: set[tuple[Unit, int]] = set()  # units looked at, by autograd task
         self._waits: dict[Unit, set[tuple[Flat, int]]] = {}  # by unit: gradients that this backward will still produce
@@ -94,6 +117,10 @@ class Schedule:
         self._inflight: list[tuple[Iterator[Pending], Pending]] = []
         self._handles: list[Any] = []
         self._hook(model)
+
+    @property
+    def flats(self) -> list[Flat]:
+        return [flat for unit in self.units for flat in unit.flats]
 
     def record(self, event: str, unit: Unit) -> None:
         if self.events is not None:
@@ -116,19 +143,25 @@ class Schedule:
                         hook = self._gradient_hook(unit, flat, index)
                         self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         # outermost: before every unit's hook, which the same module may carry, and after it
-        self._handles.append(model.register_forward_pre_hook(self._begin_forward, prepend=True))
-        self._handles.append(model.register_forward_hook(self._end_forward, always_call=True))
+        begin, end = (_not_compiled(hook) for hook in (self._begin_forward, self._end_forward))
+        self._handles.append(model.register_forward_pre_hook(begin, prepend=True))
+        self._handles.append(model.register_forward_hook(end, always_call=True))
 
     def _before(self, unit: Unit) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.need(unit)
-            self._calls.append(self._watch_inputs(unit, args, kwargs))
+            call = self._watch_inputs(unit, args, kwargs)
+            call.saving = self.saved.start()
+            self._calls.append(call)
 
-        return before
+        return _not_compiled(before)
 
     def _after(self, unit: Unit) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             call = self._calls.pop()
+            call.saving.close()
+            if any(self.saved.flat_of(tensor) is not None for tensor in tensors_in(output)):
+                self._make_resident(unit)  # what it returns is a view of its weights
             if torch.is_grad_enabled():
                 watched = self._watch_outputs(unit, call, output)
                 if not watched and output is not None and any(flat.trainable for flat in unit.flats):
@@ -139,7 +172,7 @@ class Schedule:
                 self.release(unit)
                 self._fill()
 
-        return after
+        return _not_compiled(after)
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if in_backward():
@@ -151,6 +184,7 @@ class Schedule:
                 self._used, self._backward_done = set(), False
             self._walk = Pass(self.forward_order.units, self.forward_order.learned)
             self.forward_order.seen = {}
+            self._saving = self.saved.start()
         self._depth += 1
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -159,16 +193,20 @@ class Schedule:
         self._depth -= 1
         if self._depth:
             return
+        self._saving.close()
         if output is not None:
             self._finish_walk()
         for unit, uses in self.forward_order.seen.items():
             if uses > 1:  # from now on gathered once a pass, like the others
                 self._make_resident(unit)
         self._walk = None
+        outputs = list(tensors_in(output))
+        for flat in {flat for tensor in outputs if (flat := self.saved.flat_of(tensor)) is not None}:
+            self._leave_memory(flat)
         self._release_all()
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
+            for tensor in outputs:
+                if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._begin_backward)
 
     # Gathering
@@ -261,11 +299,19 @@ class Schedule:
         if unit not in self._touched:
             self._touched.append(unit)
 
-    def keep_in_backward(self, unit: Unit) -> None:
-        """Have the unit from here to the end of the backward under way."""
-        self._keep_for_backward(unit)
+    def _need_saved(self, unit: Unit) -> None:
+        """Backward asks for a weight of `unit`. If no hook announced it, none may tell when it is done with it."""
         if unit.state is not State.GATHERED:
+            if in_backward():
+                self._start_session()
+                self._keep_for_backward(unit)
             self.need(unit)
+
+    def _leave_memory(self, flat: Flat) -> None:
+        """Somebody keeps views of gathered weights: let them have the memory, and take a new one."""
+        before = flat.whole.untyped_storage()._cdata
+        flat.renew()
+        self.saved.moved(flat, before)
 
     # Backward
 
@@ -277,7 +323,7 @@ class Schedule:
                 call.running = True
                 self._running[unit] = self._running.get(unit, 0) + 1
 
-        found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        found = [tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf]
         for tensor in found:
             tensor.register_hook(before_backward)
         return bool(found)
@@ -305,15 +351,20 @@ class Schedule:
         self._start_session()
 
     def _start_session(self) -> None:
-        if self._in_session:
+        if self._in_session and self._task() is not None:
             return
+        self._abandon_backward()
         self._in_session = self._backward_done = True
         trained = (p for unit in self.units for flat in unit.flats if flat.trainable for p in flat.parameters)
         self._accumulates = _accumulates() and any(parameter.requires_grad for parameter in trained)
         self._expected, self._waits, self._complete, self._reduced = set(), {}, set(), []
         self.backward_order.seen, self.reduce_order.seen = {}, {}
         self._walk = Pass(self.backward_order.units, self.backward_order.learned) if self.divided else None
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        # autograd drops its callbacks when a backward raises: then the session is a dead one's
+        callback = partial(self._end_backward)
+        self._task = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        del callback
         # where a weight may have been used apart from its module, no hook tells when backward comes to that
         for unit in self.backward_order.units:
             if unit.divided and (unit.resident or unit in self._touched):
@@ -437,7 +488,9 @@ class Schedule:
     def _abandon_backward(self) -> None:
         """Forget a backward that ended in an exception."""
         if self._in_session:
-            self._inflight = []
+            inflight, self._inflight = self._inflight, []
+            for _, pending in inflight:
+                pending.wait()  # it may still write to a buffer
             for unit in self.units:
                 for flat in unit.flats:
                     flat.drop_gradients()
@@ -469,6 +522,9 @@ class Schedule:
             if unit.divided:
                 unit.pinned -= 1
                 if not unit.pinned and unit.state is State.GATHERED:
+                    for flat in unit.flats:
+                        if flat.has_views():
+                            self._leave_memory(flat)
                     self.release(unit)
 
     def proposals(self) -> list[list[int] | None]:

@@ -61,6 +61,7 @@ class Flat:
         self.grad: torch.Tensor | None = None
         self.local: torch.Tensor | None = None
         self._held: torch.Tensor | None = None
+        self.exposed: set[int] = set()  # slots whose `p.data` somebody has asked for
         self.arrived: set[int] = set()  # slots whose gradient is in `local`
         self.kept: set[int] = set()  # slots whose gradient is in `grad`
         self.contributed: set[int] = set()  # those of them to which this rank's backward has added
@@ -70,6 +71,7 @@ class Flat:
         self.hidden = False
         self._flying = 0  # bytes in `local` and received parts
         self.version = 0  # counts the changes of `grad`
+        self.generation = 0  # counts the updates of the weights
 
     # Weights
 
@@ -85,8 +87,7 @@ class Flat:
         separate = self.master_dtype != self.dtype
         if separate:
             self.master = source[first:last].clone()
-        for index, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters)):
-            view = self.whole[slot.start : slot.start + slot.numel].view(slot.shape)
+        for index, (view, parameter) in enumerate(zip(self._views(), self.parameters)):
             if parameter.device != self.device:
                 # a parameter cannot change its device in place; one on the meta device has nothing to lose
                 empty = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -97,12 +98,33 @@ class Flat:
         self.shard = self.whole
         if self.divided:
             first, last = self.bounds[1]
-            self._mine = self.whole[first:last]
-            self.shard = self._mine.clone()
+            self.mine = self.whole[first:last]
+            self.shard = self.mine.clone()
             self.whole.untyped_storage().resize_(0)
         if not separate:
             self.master = self.step_weights
-        self._versions = [parameter._version for parameter in self.parameters]
+        self.note_versions()
+
+    def _views(self) -> list[torch.Tensor]:
+        return [self.whole[s.start : s.start + s.numel].view(s.shape) for s in self.layout.slots]
+
+    def count_uses(self) -> None:
+        self._uses = _uses(self.whole)
+
+    def has_views(self) -> bool:
+        """Whether anybody but the parameters holds the gathered buffer's memory."""
+        return _uses(self.whole) > self._uses
+
+    def renew(self) -> None:
+        """Leave the gathered buffer to those who hold views of it, and go on with another one."""
+        held = self.whole
+        self.whole = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.whole.set_(torch.UntypedStorage(self.nbytes, device=self.device), 0, (self.layout.numel,))
+        self.whole.copy_(held)
+        first, last = self.bounds[1]
+        self.mine = self.whole[first:last]
+        for view, parameter in zip(self._views(), self.parameters):
+            torch.Tensor.data.__set__(parameter, view)
 
     @property
     def divided(self) -> bool:
@@ -123,35 +145,47 @@ class Flat:
         """Allocate the whole buffer and start to fill it. At rest before, complete once awaited."""
         self.whole.untyped_storage().resize_(self.nbytes)
         self.world.gathered.change(self.nbytes)
-        self._mine.copy_(self.shard)
+        self.mine.copy_(self.shard)
         return self.world.teams[0].gather(self.whole, f"the weights of {self.unit.name}", self.index)
 
     def release(self) -> None:
         self.world.gathered.change(-self.whole.untyped_storage().nbytes())
         self.whole.untyped_storage().resize_(0)
 
-    def take_shard(self) -> None:
-        """`shard` and `master` were written directly: nothing is left to absorb."""
-        self._versions = [parameter._version for parameter in self.parameters]
+    def changed(self) -> list[int]:
+        """Slots whose parameter may have been written to by hand since this was last noted."""
+        return [i for i, p in enumerate(self.parameters) if p._version != self._versions[i] or i in self.exposed]
 
     def absorb_changes(self) -> None:
-        """Where weights are whole, a user may have changed them in place: let the master follow."""
+        """Where weights are whole, a user may have changed them: let the masters of what differs follow."""
         if self.divided or self.master_dtype == self.dtype:
             return
+        changed = set(self.changed())
         base = self.bounds[3][0]
-        for index, first, last in self.layout.segments(*self.bounds[3]):
-            version = self.parameters[index]._version
-            if version != self._versions[index]:
-                self.master[first - base : last - base].copy_(self.step_weights[first - base : last - base])
-                self._versions[index] = version
+        for index, first, last in self.layout.segments(*self.bounds[3]) if changed else ():
+            if index in changed:
+                master, weights = (t[first - base : last - base] for t in (self.master, self.step_weights))
+                torch.where(master.to(self.dtype) == weights, master, weights.to(self.master_dtype), out=master)
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        self._versions = [parameter._version for parameter in self.parameters]
+        self.exposed.clear()
+
+    def updated(self) -> None:
+        """The optimizer has written new weights, which a graph made before must not use."""
+        self.generation += 1
+        if not self.divided:
+            torch.autograd.graph.increment_version(self.parameters)
+            self.note_versions()
 
     def write_back(self) -> None:
         """Make the gathered values, changed by hand, the ones that this rank keeps and trains."""
         if self.divided:
-            self.shard.copy_(self._mine)
+            self.shard.copy_(self.mine)
         if self.master_dtype != self.dtype:
             self.master.copy_(self.step_weights)
-            self._versions = [parameter._version for parameter in self.parameters]
+        self.note_versions()
 
     def publish(self) -> Iterator[Pending]:
         """Hand updated weights to the ranks that hold them too: one collective a level, outermost first."""
@@ -184,6 +218,8 @@ class Flat:
         """Copy or add one parameter's gradient, as backward made it, into `local`."""
         if self.local is None:
             self._open_local()
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
         slot = self.layout.slots[index]
         view = self.local[slot.start : slot.start + slot.numel].view(slot.shape)
         if index in self.arrived:
@@ -267,6 +303,14 @@ class Flat:
             if not self.kept and not self.arrived:
                 self.drop_gradients()
 
+    def zero(self, index: int) -> None:
+        """Set one parameter's gradient to zero: it still has one."""
+        slot = self.layout.slots[index]
+        if self.local is not None:
+            self.local[slot.start : slot.stop].zero_()
+        self._zero_kept(index)
+        self.version += 1
+
     def drop_gradients(self) -> None:
         self.kept.clear()
         self.contributed.clear()
@@ -279,13 +323,16 @@ class Flat:
 
     def _settle(self) -> None:
         """Zero what was forgotten beside gradients that stay."""
-        base, end = self.bounds[3]
         for index in self._stale:
-            slot = self.layout.slots[index]
-            first, last = max(slot.start, base), min(slot.stop, end)
-            if first < last:
-                self.step_grad[first - base : last - base].zero_()
+            self._zero_kept(index)
         self._stale.clear()
+
+    def _zero_kept(self, index: int) -> None:
+        base, end = self.bounds[3]
+        slot = self.layout.slots[index]
+        first, last = max(slot.start, base), min(slot.stop, end)
+        if first < last:
+            self.step_grad[first - base : last - base].zero_()
 
     def settled_grad(self) -> torch.Tensor:
         """`step_grad`, with forgotten parts zero."""
@@ -296,6 +343,11 @@ class Flat:
 def _part(buffer: torch.Tensor, bounds: tuple[int, int], part: tuple[int, int]) -> torch.Tensor:
     """The elements of interval `part` in a buffer that holds interval `bounds`."""
     return buffer[part[0] - bounds[0] : part[1] - bounds[0]]
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """How many tensors share this one's storage."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 class State(Enum):
@@ -318,6 +370,27 @@ class Unit:
         self.pinned = 0  # `gathered` blocks that hold it
         self.on_touch: Any = None
         self._pending: list[Pending] = []
+
+    def _views(self) -> list[torch.Tensor]:
+        return [self.whole[s.start : s.start + s.numel].view(s.shape) for s in self.layout.slots]
+
+    def count_uses(self) -> None:
+        self._uses = _uses(self.whole)
+
+    def has_views(self) -> bool:
+        """Whether anybody but the parameters holds the gathered buffer's memory."""
+        return _uses(self.whole) > self._uses
+
+    def renew(self) -> None:
+        """Leave the gathered buffer to those who hold views of it, and go on with another one."""
+        held = self.whole
+        self.whole = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.whole.set_(torch.UntypedStorage(self.nbytes, device=self.device), 0, (self.layout.numel,))
+        self.whole.copy_(held)
+        first, last = self.bounds[1]
+        self.mine = self.whole[first:last]
+        for view, parameter in zip(self._views(), self.parameters):
+            torch.Tensor.data.__set__(parameter, view)
 
     @property
     def divided(self) -> bool:
@@ -356,6 +429,8 @@ class Unit:
     def rest(self) -> None:
         """Bring a unit whose values have just been divided to its first rest."""
         if self.divided:
+            for flat in self.flats:
+                flat.count_uses()
             self.state = State.AT_REST
             self._show(False)
 

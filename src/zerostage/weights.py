@@ -88,7 +88,7 @@ def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> 
         _fill_buffers(engine, files)
         for unit in engine.units:
             for flat in unit.flats:
-                flat.take_shard()
+                flat.note_versions()
     engine.loaded(name for flat in engine.flats for slot in flat.layout.slots for name in slot.names)
     return unused
 

@@ -7,6 +7,7 @@ another order.
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -349,8 +350,21 @@ def set_up_errors(rank: int, n: int) -> dict[str, str]:
     with pytest.raises(RuntimeError) as caught:
         zerostage.full_state_dict(model)
     said["replaced"] = str(caught.value)
+    model = mlp(8, 16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zerostage.shard(model, optimizer, stage=1)
+    backup = [parameter.data for parameter in model.parameters()]
     with pytest.raises(RuntimeError) as caught:
-        __import__("copy").deepcopy(model)
+        model[0].weight.data = model[0].weight.data * 0.5
+    said["data held"] = str(caught.value)
+    del backup, caught  # the error's traceback holds it as well
+    model[0].weight.data = model[0].weight.data * 0.5
+    model[2] = nn.Linear(16, 4)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    said["module replaced"] = str(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        copy.deepcopy(model[0])
     said["copied"] = str(caught.value)
     return said
 
@@ -359,4 +373,6 @@ def test_what_cannot_work_is_said() -> None:
     for said in run(set_up_errors, n=2):
         assert "'0.weight' was frozen when the model was sharded" in said["unfrozen"]
         assert "'0.weight' is no longer the parameter that was sharded" in said["replaced"]
+        assert "'2.weight' is no longer the parameter that was sharded" in said["module replaced"]
+        assert "keep `p.data.clone()` instead" in said["data held"]
         assert "cannot be copied or pickled" in said["copied"]

@@ -48,12 +48,14 @@ class Engine:
                 index += 1
             unit.rest()
             self.units.append(unit)
-        self._places = [
-            (module, key, parameter)
-            for module in model.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        ]
+        self._places: list[tuple[dict[str, Any], str, Any]] = []  # where each parameter and the modules above it are
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places.append((module._parameters, key, parameter))
+            for key, child in module._modules.items():
+                if child is not None and next(child.parameters(), None) is not None:
+                    self._places.append((module._modules, key, child))
         self.schedule = Schedule(model, self.units, world, prefetch)
         if self.missing:
             self._unready = model.register_forward_pre_hook(self._refuse_unready, prepend=True)
@@ -77,9 +79,10 @@ class Engine:
         )
 
     def check_places(self) -> None:
-        """Raise when somebody has put another parameter in the place of one that is managed."""
-        for module, key, parameter in self._places:
-            if module._parameters.get(key) is not parameter:
+        """Raise when somebody has put another parameter or module in the place of a managed one."""
+        for held, key, thing in self._places:
+            if held.get(key) is not thing:
+                parameter = next(thing.parameters()) if isinstance(thing, nn.Module) else thing
                 name = parameter._flat.layout.slots[parameter._index].name
                 raise RuntimeError(
                     f"'{name}' is no longer the parameter that was sharded: the model was changed after zerostage.shard. "
@@ -192,6 +195,8 @@ def shard(
     if optimizer is not None:
         engine.driver = Driver(optimizer, engine.schedule, world, engine.check_places)
         _warn_without_masters(engine)
+    for flat in engine.flats:
+        flat.count_uses()
     model.register_load_state_dict_post_hook(lambda module, keys: _after_load_state_dict(engine))
     world.meter.reset()
     return model, optimizer

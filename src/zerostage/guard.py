@@ -129,9 +129,15 @@ def _managed(base: type) -> dict[str, Any]:
                 f"{value.dtype} on {value.device}): it lies in a buffer of zerostage's. Move, cast or resize the model "
                 "before zerostage.shard, or give shard a precision"
             )
-        if value.data_ptr() != values.data_ptr():
-            with torch.no_grad():
-                values.copy_(value)
+        if value.data_ptr() == values.data_ptr():
+            return
+        if self._flat.has_views(beside=1):  # `values` is one
+            raise RuntimeError(
+                f"an earlier `p.data` of '{self._flat.layout.slots[self._index].name}' or of a neighbour is still held, and "
+                "would see the new values too, since they lie in one buffer: keep `p.data.clone()` instead"
+            )
+        with torch.no_grad():
+            values.copy_(value)
 
     def refuse_copy(self, *_):
         raise RuntimeError(

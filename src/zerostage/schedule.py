@@ -20,9 +20,8 @@ waits for the compute stream when they are issued. So no buffer needs `record_st
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -30,49 +29,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostage.autograd import accumulates, in_backward, not_compiled, tensors_in, will_run
 from zerostage.collectives import Pending, World
 from zerostage.order import Order, Pass, agree
 from zerostage.saved import SavedWeights
 from zerostage.unit import Flat, State, Unit
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def tensors_in(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors within a module's inputs or outputs, however they are packed."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    seen = set() if seen is None else seen
-    if depth > 5 or id(value) in seen or isinstance(value, (str, bytes, int, float, type, nn.Module, type(None))):
-        return
-    seen.add(id(value))
-    if isinstance(value, dict):
-        items: Iterable[Any] = value.values()
-    elif isinstance(value, (list, tuple, set)):
-        items = value
-    else:
-        items = getattr(value, "__dict__", {}).values()
-    for item in list(items):
-        yield from tensors_in(item, seen, depth + 1)
-
-
-def _not_compiled(hook: Any) -> Any:
-    """Keep torch.compile out of a hook. Its module takes long to import, so it is used only where it is there."""
-    disabled: list[Any] = []
-
-    def outside(*args: Any, **kwargs: Any) -> None:
-        if "torch._dynamo" in sys.modules:
-            if not disabled:
-                disabled.append(torch._dynamo.disable(hook))
-            disabled[0](*args, **kwargs)
-        else:
-            hook(*args, **kwargs)
-
-    outside._torchdynamo_disable = True  # not traced into; what it calls would be, without the above
-    return outside
 
 
 class Call:
@@ -143,7 +104,7 @@ class Schedule:
                         hook = self._gradient_hook(unit, flat, index)
                         self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         # outermost: before every unit's hook, which the same module may carry, and after it
-        begin, end = (_not_compiled(hook) for hook in (self._begin_forward, self._end_forward))
+        begin, end = (not_compiled(hook) for hook in (self._begin_forward, self._end_forward))
         self._handles.append(model.register_forward_pre_hook(begin, prepend=True))
         self._handles.append(model.register_forward_hook(end, always_call=True))
 
@@ -154,7 +115,7 @@ class Schedule:
             call.saving = self.saved.start()
             self._calls.append(call)
 
-        return _not_compiled(before)
+        return not_compiled(before)
 
     def _after(self, unit: Unit) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -172,7 +133,7 @@ class Schedule:
                 self.release(unit)
                 self._fill()
 
-        return _not_compiled(after)
+        return not_compiled(after)
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if in_backward():
@@ -356,7 +317,7 @@ class Schedule:
         self._abandon_backward()
         self._in_session = self._backward_done = True
         trained = (p for unit in self.units for flat in unit.flats if flat.trainable for p in flat.parameters)
-        self._accumulates = _accumulates() and any(parameter.requires_grad for parameter in trained)
+        self._accumulates = accumulates() and any(parameter.requires_grad for parameter in trained)
         self._expected, self._waits, self._complete, self._reduced = set(), {}, set(), []
         self.backward_order.seen, self.reduce_order.seen = {}, {}
         self._walk = Pass(self.backward_order.units, self.backward_order.learned) if self.divided else None
@@ -383,7 +344,7 @@ class Schedule:
         waits = self._waits.setdefault(unit, set())
         for flat in unit.flats:
             if flat.trainable:
-                waits.update((flat, i) for i, p in enumerate(flat.parameters) if p.requires_grad and _will_run(p))
+                waits.update((flat, i) for i, p in enumerate(flat.parameters) if p.requires_grad and will_run(p))
 
     def _gradient_hook(self, unit: Unit, flat: Flat, index: int) -> Any:
         # autograd's own memory holds the hook, where the garbage collector cannot see a cycle
@@ -542,23 +503,3 @@ class Schedule:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _will_run(parameter: nn.Parameter) -> bool:
-    """Whether autograd's task under way will accumulate a gradient for the parameter."""
-    with torch._C.DisableTorchFunctionSubclass():
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return False  # see `_accumulates`
-
-
-def _accumulates() -> bool:
-    """Whether the task under way is a backward, and no torch.autograd.grad, which gives gradients to its caller."""
-    node = torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node
-    try:
-        torch._C._will_engine_execute_node(node)
-        return True
-    except RuntimeError:
-        return False

@@ -111,9 +111,9 @@ class Flat:
     def count_uses(self) -> None:
         self._uses = _uses(self.whole)
 
-    def has_views(self) -> bool:
-        """Whether anybody but the parameters holds the gathered buffer's memory."""
-        return _uses(self.whole) > self._uses
+    def has_views(self, beside: int = 0) -> bool:
+        """Whether more tensors than the engine's own and `beside` share the whole buffer's memory."""
+        return _uses(self.whole) > self._uses + beside
 
     def renew(self) -> None:
         """Leave the gathered buffer to those who hold views of it, and go on with another one."""
@@ -377,9 +377,9 @@ class Unit:
     def count_uses(self) -> None:
         self._uses = _uses(self.whole)
 
-    def has_views(self) -> bool:
-        """Whether anybody but the parameters holds the gathered buffer's memory."""
-        return _uses(self.whole) > self._uses
+    def has_views(self, beside: int = 0) -> bool:
+        """Whether more tensors than the engine's own and `beside` share the whole buffer's memory."""
+        return _uses(self.whole) > self._uses + beside
 
     def renew(self) -> None:
         """Leave the gathered buffer to those who hold views of it, and go on with another one."""
@@ -429,8 +429,6 @@ class Unit:
     def rest(self) -> None:
         """Bring a unit whose values have just been divided to its first rest."""
         if self.divided:
-            for flat in self.flats:
-                flat.count_uses()
             self.state = State.AT_REST
             self._show(False)
 

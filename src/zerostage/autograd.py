@@ -1,0 +1,69 @@
+"""What the schedule asks of autograd, and the shapes in which modules pass tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors within a module's inputs or outputs, however they are packed."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    seen = set() if seen is None else seen
+    if depth > 5 or id(value) in seen or isinstance(value, (str, bytes, int, float, type, nn.Module, type(None))):
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        items: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        items = value
+    else:
+        items = getattr(value, "__dict__", {}).values()
+    for item in list(items):
+        yield from tensors_in(item, seen, depth + 1)
+
+
+def not_compiled(hook: Any) -> Any:
+    """Keep torch.compile out of a hook. Its module takes long to import, so it is used only where it is there."""
+    disabled: list[Any] = []
+
+    def outside(*args: Any, **kwargs: Any) -> None:
+        if "torch._dynamo" in sys.modules:
+            if not disabled:
+                disabled.append(torch._dynamo.disable(hook))
+            disabled[0](*args, **kwargs)
+        else:
+            hook(*args, **kwargs)
+
+    outside._torchdynamo_disable = True  # not traced into; what it calls would be, without the above
+    return outside
+
+
+def will_run(parameter: nn.Parameter) -> bool:
+    """Whether autograd's task under way will accumulate a gradient for the parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False  # see `accumulates`
+
+
+def accumulates() -> bool:
+    """Whether the task under way is a backward, and no torch.autograd.grad, which gives gradients to its caller."""
+    node = torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node
+    try:
+        torch._C._will_engine_execute_node(node)
+        return True
+    except RuntimeError:
+        return False

@@ -78,6 +78,11 @@ class Traffic:
     def reset(self) -> None:
         self.world.meter.reset()
 
+    def __str__(self) -> str:
+        rows = [f"{'sent by this rank':<18}{'bytes':>16}{'calls':>10}"]
+        rows += [f"{name:<18}{sent:>16,}{self.calls[name]:>10,}" for name, sent in self.bytes.items()]
+        return "\n".join(rows)
+
     def expected(self, micro_batches: int = 1) -> dict[str, int]:
         """Bytes that one step of `micro_batches` forwards and backwards, each synchronised, must send.
 

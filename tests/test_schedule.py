@@ -12,7 +12,6 @@ from ranks import run
 from torch import nn
 
 import zerostage
-from zerostage import Partition, Precision
 from zerostage.engine import engine_of
 
 

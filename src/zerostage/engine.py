@@ -13,13 +13,15 @@ from torch import nn
 from zerostage import ledger as accounts
 from zerostage.collectives import World
 from zerostage.division import Division, divide
+from zerostage.flat import Flat
 from zerostage.ledger import Ledger, Traffic
 from zerostage.norm import grad_norm, scale_gradients
 from zerostage.optimizer import Driver
 from zerostage.partition import Partition
 from zerostage.precision import Precision
 from zerostage.schedule import Schedule
-from zerostage.unit import Flat, Unit
+from zerostage.unit import Unit
+
 
 class Engine:
     """What holds one sharded model together. Reached through `engine_of(model)`."""

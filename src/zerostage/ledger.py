@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from zerostage.collectives import World, piece_size
+from zerostage.flat import Flat
 from zerostage.partition import Partition
-from zerostage.unit import Flat, Unit
+from zerostage.unit import Unit
 
 #: Terms that every rank holds between backward and step.
 TERMS = ("weights", "gradients", "master", "exp_avg", "exp_avg_sq")

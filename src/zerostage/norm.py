@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from zerostage.collectives import World, piece_size
-from zerostage.unit import Flat
+from zerostage.flat import Flat
 
 
 def _pieces(flats: Iterable[Flat]) -> Iterator[torch.Tensor]:

@@ -22,9 +22,10 @@ from torch import nn
 
 from zerostage.collectives import Pending, World, piece_size
 from zerostage.elementwise import bare_copy, check_elementwise
+from zerostage.flat import Flat
 from zerostage.norm import not_finite, own_finite
 from zerostage.schedule import Schedule
-from zerostage.unit import Flat, Unit
+from zerostage.unit import Unit
 
 log = logging.getLogger("zerostage")
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from zerostage.unit import Flat, Unit
+from zerostage.flat import Flat
+from zerostage.unit import Unit
 
 
 class SavedWeights:

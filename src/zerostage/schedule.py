@@ -31,9 +31,10 @@ from torch import nn
 
 from zerostage.autograd import accumulates, in_backward, not_compiled, tensors_in, will_run
 from zerostage.collectives import Pending, World
+from zerostage.flat import Flat
 from zerostage.order import Order, Pass, agree
 from zerostage.saved import SavedWeights
-from zerostage.unit import Flat, State, Unit
+from zerostage.unit import State, Unit
 
 
 class Call:
@@ -218,7 +219,7 @@ class Schedule:
     def _fill(self) -> None:
         """Start gathering the units that come next, as far as memory allows."""
         walk = self._walk
-        while walk is not None and self.prefetch and (unit := walk.next()) is not None:
+        while walk is not None and self.prefetch and walk.next() is not None:
             if self._window >= 1 + self.prefetch:
                 return
             self._advance(walk)

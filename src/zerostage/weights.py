@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import nn
 
 from zerostage.engine import Engine, engine_of
+from zerostage.flat import Flat
 from zerostage.layout import Slot
-from zerostage.unit import Flat
 
 log = logging.getLogger("zerostage")
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import zerostage
-from zerostage.train import account, data, model as models, model_folder
+from zerostage.train import account, data, model_folder
+from zerostage.train import model as models
 from zerostage.train.config import InputError, TrainConfig
 from zerostage.train.report import Report
 

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -110,6 +110,17 @@ class Pending:
             raise RuntimeError(
                 f"{self._channel.world.me} lost a peer while waiting for {self.what}: {self._error}"
             ) from self._error
+
+
+def proceed(under_way: list[tuple[Iterator[Pending], Pending]]) -> list[tuple[Iterator[Pending], Pending]]:
+    """Await each collective and issue the one that follows it."""
+    going = []
+    for steps, pending in under_way:
+        pending.wait()
+        following = next(steps, None)
+        if following is not None:
+            going.append((steps, following))
+    return going
 
 
 class StreamPending(Pending):

@@ -64,7 +64,7 @@ class Engine:
 
     @property
     def flats(self) -> list[Flat]:
-        return [flat for unit in self.units for flat in unit.flats]
+        return self.schedule.flats
 
     @property
     def partition(self) -> Partition:
@@ -106,7 +106,7 @@ class Engine:
         result = {
             "weights": [flat.shard for flat in flats],
             "gradients": [flat.grad for flat in trainable if flat.grad is not None],
-            "master": [flat.master for flat in trainable if flat.master_dtype != flat.dtype],
+            "master": [flat.master for flat in trainable if flat.has_master],
         }
         for name, tensors in (self.driver.state_tensors() if self.driver else {}).items():
             result[name] = tensors
@@ -296,7 +296,7 @@ def _guard_conversions(engine: Engine) -> None:
 
 
 def _warn_without_masters(engine: Engine) -> None:
-    bare = [f for f in engine.flats if f.trainable and f.master_dtype == f.dtype and f.dtype.itemsize < 4]
+    bare = [f for f in engine.flats if f.trainable and not f.has_master and f.dtype.itemsize < 4]
     if bare and engine.world.rank == 0:
         warnings.warn(
             f"no master weights: the optimizer updates {bare[0].dtype} weights, such as "
@@ -359,10 +359,13 @@ def gathered(what: nn.Module | nn.Parameter | Iterable[Any], write: bool = False
 
 def _refuse_lost_changes(divided: list[Flat]) -> None:
     for flat in divided:
+        changed = flat.changed()
+        if not changed:
+            continue
         base = flat.bounds[1][0]
         seen = {index: flat.mine[a - base : b - base] for index, a, b in flat.layout.segments(*flat.bounds[1])}
         kept = {index: flat.shard[a - base : b - base] for index, a, b in flat.layout.segments(*flat.bounds[1])}
-        for index in flat.changed():
+        for index in changed:
             # `p.data` may have been asked for to be read, so there the values tell
             if index not in flat.exposed or index in seen and not torch.equal(seen[index], kept[index]):
                 raise RuntimeError(

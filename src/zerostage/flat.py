@@ -69,7 +69,6 @@ class Flat:
         self._stale: set[int] = set()  # slots whose part of `grad` was dropped and not yet zeroed
         self.reduced = False  # whether `grad` holds anything
         self.reducing = False
-        self.hidden = False
         self._flying = 0  # bytes in `local` and received parts
         self.version = 0  # counts the changes of `grad`
         self.generation = 0  # counts the updates of the weights
@@ -83,10 +82,9 @@ class Flat:
             if not parameter.is_meta:
                 source[slot.start : slot.start + slot.numel].view(slot.shape).copy_(parameter.detach())
         self.world.broadcast(source, f"the initial values of {self.unit.name}")
-        self.whole = source.to(self.dtype) if self.master_dtype != self.dtype else source
+        self.whole = source.to(self.dtype)
         first, last = self.bounds[3]
-        separate = self.master_dtype != self.dtype
-        if separate:
+        if self.has_master:
             self.master = source[first:last].clone()
         for index, (view, parameter) in enumerate(zip(self._views(), self.parameters)):
             if parameter.device != self.device:
@@ -102,7 +100,7 @@ class Flat:
             self.mine = self.whole[first:last]
             self.shard = self.mine.clone()
             self.whole.untyped_storage().resize_(0)
-        if not separate:
+        if not self.has_master:
             self.master = self.step_weights
         self.note_versions()
 
@@ -133,6 +131,11 @@ class Flat:
         return self.world.partition.weights > 1
 
     @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a copy of the weights in another dtype, and not the weights themselves."""
+        return self.master_dtype != self.dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole weights."""
         return self.layout.numel * self.dtype.itemsize
@@ -159,7 +162,7 @@ class Flat:
 
     def absorb_changes(self) -> None:
         """Where weights are whole, a user may have changed them: let the masters of what differs follow."""
-        if self.divided or self.master_dtype == self.dtype:
+        if self.divided or not self.has_master:
             return
         changed = set(self.changed())
         base = self.bounds[3][0]
@@ -184,7 +187,7 @@ class Flat:
         """Make the gathered values, changed by hand, the ones that this rank keeps and trains."""
         if self.divided:
             self.shard.copy_(self.mine)
-        if self.master_dtype != self.dtype:
+        if self.has_master:
             self.master.copy_(self.step_weights)
         self.note_versions()
 
@@ -287,7 +290,7 @@ class Flat:
 
     def visible_gradient(self, index: int) -> torch.Tensor | None:
         """What `p.grad` shows: None, the gradient where it is whole and reduced here, or a stand-in."""
-        if self.hidden or index not in self.kept | self.arrived:
+        if index not in self.kept | self.arrived:
             return None
         if self.world.partition.optimizer > 1:
             return guard.DividedGradient.of(self, index)

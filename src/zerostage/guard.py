@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-GRAD = torch.Tensor.grad  # the accessor that autograd's own field has
-
 # Attributes and methods that need no values. Accessors appear as `__get__` of these.
 _METADATA = {"shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "ndim", "names",
              "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "is_xla",
@@ -31,7 +29,8 @@ _METADATA = {"shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "gr
 _METHODS = {"size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point",
             "is_complex", "is_contiguous", "storage_offset", "requires_grad_", "__hash__", "__len__", "register_hook",
             "register_post_accumulate_grad_hook", "get_device", "type", "is_signed", "is_inference", "is_same_size",
-            "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "is_shared", "_is_view", "is_conj", "is_neg", "retain_grad", "untyped_storage"}
+            "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "is_shared", "_is_view",
+            "is_conj", "is_neg", "retain_grad", "untyped_storage"}  # fmt: skip
 
 
 def needs_values(func: Any) -> bool:

@@ -23,11 +23,6 @@ from zerostage.unit import Unit
 TERMS = ("weights", "gradients", "master", "exp_avg", "exp_avg_sq")
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`."""
-    return sum({id(s): s.nbytes() for s in _storages(tensors)}.values())
-
-
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     seen: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -130,7 +125,7 @@ def expected_bytes(units: Iterable[Unit], partition: Partition, states: Iterable
         total["weights"] += numel // partition.weights * flat.dtype.itemsize
         if flat.trainable:
             total["gradients"] += numel // partition.gradients * flat.grad_dtype.itemsize
-            if flat.master_dtype != flat.dtype:
+            if flat.has_master:
                 total["master"] += numel // partition.optimizer * flat.master_dtype.itemsize
             for state in states:
                 total[state] += numel // partition.optimizer * flat.master_dtype.itemsize

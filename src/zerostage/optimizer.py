@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostage.collectives import Pending, World, piece_size
+from zerostage.collectives import Pending, World, piece_size, proceed
 from zerostage.elementwise import bare_copy, check_elementwise
 from zerostage.flat import Flat
 from zerostage.norm import not_finite, own_finite
@@ -169,12 +169,12 @@ class Driver:
                     self._update(flat, chosen, groups)
                     flat.updated()
             # the last unit's collective has had this unit's update to finish
-            sending = _proceed(sending)
+            sending = proceed(sending)
             for flat in unit.flats:
                 if flat.trainable:
-                    sending += _proceed([(flat.publish(), Pending())])
+                    sending += proceed([(flat.publish(), Pending())])
         while sending:
-            sending = _proceed(sending)
+            sending = proceed(sending)
 
     def _refuse_if_not_ready(self) -> None:
         for flat in self.schedule.flats:
@@ -257,7 +257,7 @@ class Driver:
             segment.master.grad = None
             if segment.parameter not in self.optimizer.state:
                 self.optimizer.state[segment.parameter] = self._inner.state[segment.master]
-            if flat.master_dtype != flat.dtype:
+            if flat.has_master:
                 flat.step_weights[segment.slice].copy_(segment.master)
 
     def _fused_adam(self, flat: Flat, segments: list[Segment], group: dict[str, Any], gradient: torch.Tensor) -> None:
@@ -294,23 +294,12 @@ class Driver:
                     amsgrad=group["amsgrad"],
                     maximize=group["maximize"],
                 )
-                if flat.master_dtype != flat.dtype:
+                if flat.has_master:
                     weights[place].copy_(master)
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _proceed(sending: list[tuple[Iterator[Pending], Pending]]) -> list[tuple[Iterator[Pending], Pending]]:
-    """Await each collective and issue the one that follows it."""
-    going = []
-    for steps, pending in sending:
-        pending.wait()
-        following = next(steps, None)
-        if following is not None:
-            going.append((steps, following))
-    return going
 
 
 def _may_fuse(group: dict[str, Any]) -> bool:

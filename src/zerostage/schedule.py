@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from zerostage.autograd import accumulates, in_backward, not_compiled, tensors_in, will_run
-from zerostage.collectives import Pending, World
+from zerostage.collectives import Pending, World, proceed
 from zerostage.flat import Flat
 from zerostage.order import Order, Pass, agree
 from zerostage.saved import SavedWeights
@@ -407,19 +407,12 @@ class Schedule:
         self.record("reduce", unit)
         self._step_inflight()
         for flat in flats:
-            self._issue(flat.reduce())
-
-    def _issue(self, reduction: Iterator[Pending]) -> None:
-        pending = next(reduction, None)
-        if pending is not None:
-            self._inflight.append((reduction, pending))
+            self._inflight += proceed([(flat.reduce(), Pending())])
 
     def _step_inflight(self) -> None:
         """Bring each reduction under way one collective further."""
         inflight, self._inflight = self._inflight, []
-        for reduction, pending in inflight:
-            pending.wait()
-            self._issue(reduction)
+        self._inflight = proceed(inflight)
 
     def _drain(self) -> None:
         while self._inflight:

@@ -137,7 +137,7 @@ def _check_ties(files: Files, slot: Slot, found: list[str]) -> None:
 def _read(flat: Flat, index: int, name: str, files: Files) -> None:
     slot = flat.layout.slots[index]
     for level, target in ((1, flat.shard), (3, flat.master)):
-        if level == 3 and flat.master_dtype == flat.dtype:
+        if level == 3 and not flat.has_master:
             continue
         base, end = flat.bounds[level]
         start, stop = max(slot.start, base), min(slot.start + slot.numel, end)

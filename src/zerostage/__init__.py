@@ -9,12 +9,15 @@ from typing import Any
 _HOME = {
     "Partition": "partition",
     "Precision": "precision",
-    "OrderError": "collectives",
+    "OrderError": "notes",
+    "PeerError": "notes",
     "Ledger": "ledger",
     "Traffic": "ledger",
     "Audit": "auditing",
     "audit": "auditing",
     "load_weights": "weights",
+    "together": "uneven",
+    "take_part": "uneven",
     **dict.fromkeys(
         ("shard", "no_sync", "gathered", "clip_grad_norm_", "full_state_dict", "memory", "traffic", "close"), "engine"
     ),

@@ -14,6 +14,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def transformed() -> bool:
+    """Whether a torch.func transform (grad, vmap, ...) is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def tensors_in(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:
     """The tensors within a module's inputs or outputs, however they are packed."""
     if isinstance(value, torch.Tensor):

@@ -12,7 +12,6 @@ for one another. Over NCCL they are its all-gather and all-to-all.
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import threading
@@ -21,32 +20,24 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zerostage.notes import STALL, Notes
 from zerostage.partition import Partition
 
 #: Elements per piece of a reduction or an optimizer update on a CPU: fp32 pieces of this size stay in its cache.
 CHUNK = 131_072
 #: The same on an accelerator, where a piece must be worth a kernel launch.
 LARGE_CHUNK = 16_777_216
-#: Seconds without progress after which ranks compare what they are waiting for.
-STALL = 3.0
-#: Seconds after which ranks that all wait for different things are called deadlocked.
-DEADLOCK = 10.0
-#: Seconds after which a rank says what it waits for.
-PATIENCE = 30.0
-
-log = logging.getLogger("zerostage")
+#: Tag of messages that nobody receives.
+PROBE = 2**31 - 1
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-
-
-class OrderError(RuntimeError):
-    """Ranks wait for each other in different places, so none would ever go on."""
 
 
 def piece_size(device: torch.device) -> int:
@@ -84,8 +75,8 @@ class Gauge:
 class Pending:
     """A collective under way. `wait` returns when its result is there (on CUDA: for the current stream)."""
 
-    def __init__(self, what: str = "", channel: Channel | None = None, works: Sequence[Any] = ()) -> None:
-        self.what = what
+    def __init__(self, what: str = "", channel: Channel | None = None, works: Sequence[Any] = (), number: int = 0) -> None:
+        self.what, self.number = what, number
         self._channel = channel
         self._works = works
         self._done = threading.Event()
@@ -107,9 +98,7 @@ class Pending:
             self._channel.wait(self, self._done)
         self._works = ()  # buffers are freed by the thread that made them, at a known moment
         if self._error is not None:
-            raise RuntimeError(
-                f"{self._channel.world.me} lost a peer while waiting for {self.what}: {self._error}"
-            ) from self._error
+            raise self._channel.world.notes.lost(self.what) from None
 
 
 def proceed(under_way: list[tuple[Iterator[Pending], Pending]]) -> list[tuple[Iterator[Pending], Pending]]:
@@ -149,16 +138,16 @@ class Channel:
 
     def issue(self, what: str, works: Sequence[Any]) -> Pending:
         self.issued += 1
-        pending = Pending(f"{what} ({self.kind} {self.issued})", self, works)
+        pending = Pending(what, self, works, self.issued)
         self._queue.put(pending)
         return pending
 
     def wait(self, pending: Pending, done: threading.Event) -> None:
         waited = time.monotonic()
         while not done.wait(STALL):
-            self.world.compare(self.kind, pending.what, time.monotonic() - waited)
+            self.world.notes.compare(self.kind, pending.what, pending.number, time.monotonic() - waited)
         if time.monotonic() - waited > STALL:
-            self.world.withdraw()
+            self.world.notes.withdraw()
 
 
 def _end(thread: threading.Thread, pendings: queue.SimpleQueue[Pending | None]) -> None:
@@ -270,24 +259,24 @@ class World:
         self.streams = device.type == "cuda" and self.distributed
         self._data: Any = None
         self._to_destroy: list[Any] = []
-        self._store: Any = None
-        self._told = False  # that this rank has waited for long
+        self.notes: Notes | None = None
         if self.distributed and self.size > 1:
             # groups of our own, so that a user's collectives and ours never pair up; one for each kind of
             # agreement, so that where ranks disagree about what comes next they wait and find out
             self._data, self._votes, self._norms, self._objects = (
                 self._new_group(self.global_ranks, "gloo") for _ in range(4)
             )
-            self._store = dist.distributed_c10d._get_default_store()
-            self._name = self._data.group_name
+            store = dist.distributed_c10d._get_default_store()
+            self.notes = Notes(store, self._data.group_name, self.rank, self.global_ranks, self.closed)
             self.gathers = Channel(self, "gather")
             self.reductions = Channel(self, "reduction")
             self.controls = Channel(self, "agreement")
         self.teams = [self._team(level) for level in range(4)]
 
     @property
-    def me(self) -> str:
-        return f"rank {self.rank}"
+    def is_whole(self) -> bool:
+        """Whether these are all ranks of the job."""
+        return not self.distributed or self.size == dist.get_world_size()
 
     def _team(self, level: int) -> Team:
         digits = [self.partition.digits(rank, self.size) for rank in range(self.size)]
@@ -342,14 +331,8 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        pending = Pending(what, self.controls)
-
-        def gather() -> None:
-            dist.all_gather_object(values, value, group=self._objects)
-
-        pending._works = (_Call(gather),)
-        self.controls._queue.put(pending)
-        pending.wait()
+        gather = partial(dist.all_gather_object, values, value, group=self._objects)
+        self.controls.issue(what, (_Call(gather),)).wait()
         return values
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
@@ -362,50 +345,21 @@ class World:
         if host.data_ptr() != tensor.data_ptr():
             tensor.copy_(host)
 
-    # Disagreement: ranks that have waited for long write down what for, and read the others' notes.
-
-    def compare(self, kind: str, what: str, waited: float) -> None:
-        """Called while stuck. Raises OrderError once it is certain that ranks wait for each other for ever.
-
-        A rank has one note, whichever of its models it waits for.
-        """
-        mine = (self._name, kind, what)
-        self._store.set(self._note(self.rank), "|".join(mine))
-        notes: dict[int, tuple[str, ...]] = {}
+    def closed(self) -> list[int]:
+        """The ranks whose connections to this one are closed."""
+        gone = []
         for rank in range(self.size):
-            key = self._note(rank)
-            if self._store.check([key]) and (note := self._store.get(key).decode()):
-                notes[rank] = tuple(note.split("|"))
-        number = what.rsplit(" ", 1)[-1]
-        crossed = [n for n in notes.values() if n[:2] == mine[:2] and n != mine and n[2].rsplit(" ", 1)[-1] == number]
-        stuck = waited > DEADLOCK and len(notes) == self.size and len(set(notes.values())) > 1
-        if crossed or stuck:
-            waits = "; ".join(f"rank {rank} waits for {note[2]}" for rank, note in sorted(notes.items()))
-            # peers that have not looked yet need this rank's note and a moment to read it
-            time.sleep(STALL + 1)
-            raise OrderError(
-                f"the ranks ran the model's units in different orders and wait for each other: {waits}. "
-                "Every rank must run the same modules in the same order in each forward and backward, and call "
-                "optimizer.step() and clip_grad_norm_ equally often, of each model in the same order"
-            )
-        if waited > PATIENCE and not self._told:
-            self._told = True
-            others = sorted(set(range(self.size)) - set(notes))
-            log.warning(
-                f"{self.me} has waited {waited:.0f} s for {what}; ranks {others} are busy, or wait for something that is "
-                "not zerostage's (a barrier, another collective, a batch that does not come)"
-            )
-
-    def withdraw(self) -> None:
-        self._store.set(self._note(self.rank), "")
-        self._told = False
-
-    def _note(self, rank: int) -> str:
-        return f"zerostage/waits/{self.global_ranks[rank]}"
+            try:
+                if rank != self.rank:
+                    self.send(torch.zeros(1, dtype=torch.uint8), rank, PROBE)
+            except RuntimeError:
+                gone.append(rank)
+        return gone
 
     def close(self) -> None:
         """Release threads and process groups. Nothing may be pending."""
         if self.size > 1:
+            self.notes.close()
             for channel in (self.gathers, self.reductions, self.controls):
                 channel.close()
             for group in self._to_destroy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from zerostage.optimizer import Driver
 from zerostage.partition import Partition
 from zerostage.precision import Precision
 from zerostage.schedule import Schedule
+from zerostage.unfreezing import regroup
 from zerostage.unit import Unit
 
 
@@ -34,20 +36,21 @@ class Engine:
         precision: Precision | None,
         prefetch: int,
         optimized: bool,
+        missing: set[str],
     ) -> None:
         self.model, self.world, self.prefetch = model, world, prefetch
+        self.precision, self.optimized = precision, optimized
         self.units: list[Unit] = []
         self.driver: Driver | None = None
-        self.missing: set[str] = {name for d in divisions for p, ns in zip(d.parameters, d.names) if p.is_meta for name in ns[:1]}
-        index = 0
+        self.missing = missing  # parameters, by first name, that have no values yet
+        self._flats_made = 0
         for division in divisions:
             unit = Unit(division.name, division.modules)
-            unit.resident = division.resident
-            for kind in _kinds(division, precision):
-                flat = Flat(index, unit, *kind, world, optimized)
-                flat.fill()
+            unit.engine, unit.resident = self, division.resident
+            for parameters, names in _kinds(division, precision):
+                flat = self.new_flat(unit, parameters, names)
+                flat.fill([parameter.detach() for parameter in parameters])
                 unit.flats.append(flat)
-                index += 1
             unit.rest()
             self.units.append(unit)
         self._places: list[tuple[dict[str, Any], str, Any]] = []  # where each parameter and the modules above it are
@@ -59,8 +62,15 @@ class Engine:
                 if child is not None and next(child.parameters(), None) is not None:
                     self._places.append((module._modules, key, child))
         self.schedule = Schedule(model, self.units, world, prefetch)
+        self.schedule.before_forward = partial(regroup, self)
         if self.missing:
             self._unready = model.register_forward_pre_hook(self._refuse_unready, prepend=True)
+
+    def new_flat(self, unit: Unit, parameters: list[nn.Parameter], names: list[tuple[str, ...]]) -> Flat:
+        """A flat of parameters of one kind (see `_kinds`), yet without values."""
+        precision = _precision_of(parameters[0], self.precision)
+        self._flats_made += 1
+        return Flat(self._flats_made - 1, unit, parameters, names, precision, self.world, self.optimized)
 
     @property
     def flats(self) -> list[Flat]:
@@ -115,6 +125,18 @@ class Engine:
         result["in_flight"] = [flat.local for flat in trainable if flat.local is not None]
         return result
 
+    def unscale(self, places: list[tuple[Flat, int]], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        """torch.amp.GradScaler's work on divided gradients: scale them; `found_inf` becomes 1 on all ranks or on none."""
+        slices = []
+        for flat in {flat: None for flat, _ in places}:
+            base, gradient = flat.bounds[3][0], flat.settled_grad()
+            parts = flat.layout.segments(*flat.bounds[3])
+            slices += [gradient[a - base : b - base] for index, a, b in parts if (flat, index) in places]
+            flat.version += 1
+        if slices:
+            torch._amp_foreach_non_finite_check_and_unscale_(slices, found_inf, inverse_scale)
+        found_inf.copy_(self.world.maximum(found_inf.cpu(), "GradScaler.unscale_"))
+
     def units_of(self, what: nn.Module | nn.Parameter | Iterable[Any]) -> list[Unit]:
         """The units that hold the given module's or modules' parameters, in order."""
         items = [what] if isinstance(what, (nn.Module, torch.Tensor)) else list(what)
@@ -146,7 +168,8 @@ def engine_of(model: Any) -> Engine | None:
     return None
 
 
-def _require(model: Any) -> Engine:
+def require(model: Any) -> Engine:
+    """The engine of a sharded model; ValueError if it is not sharded."""
     engine = engine_of(model)
     if engine is None:
         raise ValueError("this model is not sharded: call zerostage.shard(model, optimizer) first")
@@ -186,14 +209,12 @@ def shard(
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     world = World(group, partition, device, lambda ranks: Partition.from_stage(stage, ranks))
     divisions = divide(model, units)
-    _check_agreement(world, model, divisions, optimizer, precision, prefetch)
-    for name, buffer in model.named_buffers():
-        if not buffer.is_meta:
-            world.broadcast(buffer.data, f"the buffer {name}")
-    engine = Engine(model, divisions, world, precision, prefetch, optimizer is not None)
-    for unit in engine.units:
-        unit.engine = engine
+    on_meta = _check_agreement(world, model, divisions, optimizer, precision, prefetch)
+    _share_buffers(model, world, on_meta)
+    missing = {names[0] for d in divisions for names in d.names} & on_meta
+    engine = Engine(model, divisions, world, precision, prefetch, optimizer is not None, missing)
     _guard_conversions(engine)
+    _keep_generation_in_step(engine)
     if optimizer is not None:
         engine.driver = Driver(optimizer, engine.schedule, world, engine.check_places)
         _warn_without_masters(engine)
@@ -227,12 +248,15 @@ def _check_arguments(model: nn.Module, optimizer: Any, prefetch: int) -> None:
 
 def _check_agreement(
     world: World, model: nn.Module, divisions: list[Division], optimizer: Any, precision: Any, prefetch: int
-) -> None:
-    """All ranks must divide the same model in the same way; otherwise their collectives would not match."""
+) -> set[str]:
+    """All ranks must divide the same model in the same way; otherwise their collectives would not match.
+
+    Returns the names of what is on the meta device on rank 0, and so on all ranks.
+    """
     facts: dict[str, Any] = {
         "settings": (world.partition, precision, prefetch, type(optimizer).__name__),
         "units": [division.name for division in divisions],
-        "buffers": [(name, tuple(b.shape), b.dtype, b.is_meta) for name, b in model.named_buffers()],
+        "buffers": [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()],
     }
     for division in divisions:
         for parameter, names in zip(division.parameters, division.names):
@@ -250,28 +274,44 @@ def _check_agreement(
                     f"the ranks do not shard the same model in the same way: '{key}' is {mine} on rank 0 and "
                     f"{theirs} on rank {rank}"
                 )
-    meta = [p.is_meta for d in divisions for p in d.parameters]
-    metas = world.collect_objects(meta, "zerostage.shard")
-    if any(on_zero and not all(rank[i] for rank in metas) for i, on_zero in enumerate(metas[0])):
-        raise ValueError("rank 0's model is on the meta device but another rank's has values: give rank 0 the values")
+    on_meta = {ns[0] for d in divisions for p, ns in zip(d.parameters, d.names) if p.is_meta}
+    on_meta |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    for rank, there in enumerate(everywhere := world.collect_objects(on_meta, "zerostage.shard")):
+        if only := everywhere[0] - there:
+            raise ValueError(f"'{min(only)}' is on the meta device on rank 0 but not on rank {rank}: give rank 0 the values")
+    return everywhere[0]
 
 
-def _kinds(
-    division: Division, precision: Precision | None
-) -> Iterator[tuple[list[nn.Parameter], list[tuple[str, ...]], Precision | None]]:
+def _share_buffers(model: nn.Module, world: World, on_meta: set[str]) -> None:
+    """Give every rank rank 0's buffers. Each rank keeps its own from then on."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if buffer is None or name in on_meta:
+                continue
+            if buffer.is_meta:
+                module._buffers[key] = buffer = torch.empty_like(buffer, device=world.device)
+            world.broadcast(buffer.data, f"the buffer {name}")
+
+
+def _kinds(division: Division, precision: Precision | None) -> list[tuple[list[nn.Parameter], list[tuple[str, ...]]]]:
     """A unit's parameters by dtype and trainable or not, trainable ones first; each kind is one flat."""
-    kinds: dict[Any, tuple[list[nn.Parameter], list[tuple[str, ...]], Precision | None]] = {}
+    kinds: dict[Any, tuple[list[nn.Parameter], list[tuple[str, ...]]]] = {}
     for parameter, names in zip(division.parameters, division.names):
-        own = None
-        if parameter.is_floating_point():
-            own = precision or (Precision.of(parameter.dtype) if parameter.requires_grad else None)
-        elif parameter.requires_grad:
+        if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(f"'{names[0]}' is trainable and of dtype {parameter.dtype}; zerostage trains real numbers")
-        kind = (not parameter.requires_grad, str(own or parameter.dtype))
-        members = kinds.setdefault(kind, ([], [], own))
+        kind = (not parameter.requires_grad, str(_precision_of(parameter, precision) or parameter.dtype))
+        members = kinds.setdefault(kind, ([], []))
         members[0].append(parameter)
         members[1].append(names)
-    return iter(kinds[kind] for kind in sorted(kinds))
+    return [kinds[kind] for kind in sorted(kinds)]
+
+
+def _precision_of(parameter: nn.Parameter, precision: Precision | None) -> Precision | None:
+    """The dtypes of one parameter's terms; None where it keeps its own and is not trained."""
+    if not parameter.is_floating_point():
+        return None
+    return precision or (Precision.of(parameter.dtype) if parameter.requires_grad else None)
 
 
 def _guard_conversions(engine: Engine) -> None:
@@ -293,6 +333,15 @@ def _guard_conversions(engine: Engine) -> None:
         return engine.model
 
     engine.model._apply = apply
+
+
+def _keep_generation_in_step(engine: Engine) -> None:
+    """Have transformers' `generate` go on until the last rank is done: an earlier one would be missed in a gather."""
+    if engine.partition.weights > 1 and engine.world.is_whole:
+        for module in engine.model.modules():
+            if hasattr(module, "generate"):
+                # the marks by which it knows modules that gather, FSDP's; torch.compile expects both
+                module._is_fsdp_managed_module = module._fsdp_use_orig_params = True
 
 
 def _warn_without_masters(engine: Engine) -> None:
@@ -322,7 +371,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     gradients meanwhile (2 bytes per parameter in bf16), on top of the kept slice.
     Accumulates in the gradients' dtype.
     """
-    with _require(model).schedule.without_sync():
+    with require(model).schedule.without_sync():
         yield
 
 
@@ -337,7 +386,8 @@ def gathered(what: nn.Module | nn.Parameter | Iterable[Any], write: bool = False
     A loss computed inside from the weights may be differentiated after the block.
     """
     items = [what] if isinstance(what, (nn.Module, torch.Tensor)) else list(what)
-    engine = _require(items)
+    engine = require(items)
+    regroup(engine)
     units = engine.units_of(items)
     schedule = engine.schedule
     schedule.hold(units)
@@ -381,7 +431,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     ranks and at every stage. The factor is min(1, max_norm / (norm + 1e-6)), as in torch.
     A norm that is not finite changes nothing; the step that follows is skipped.
     """
-    engine = _require(model)
+    engine = require(model)
     flats = [flat for flat in engine.flats if flat.trainable]
     norm = grad_norm(flats, engine.world, float(norm_type))
     result = torch.tensor(norm, dtype=torch.float32)
@@ -400,7 +450,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True) -> dict[str, t
     copied one tensor at a time; shared parameters appear under each name and share memory.
     Every rank must call it.
     """
-    engine = _require(model)
+    engine = require(model)
     engine.check_places()
     wanted = not rank0_only or engine.world.rank == 0
     values: dict[str, torch.Tensor] = {}
@@ -420,7 +470,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True) -> dict[str, t
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Ledger:
     """Bytes on this rank by term: expected, measured now, and peak. See `Ledger`."""
-    engine = _require(model)
+    engine = require(model)
     if optimizer is not None and (engine.driver is None or engine.driver.optimizer is not optimizer):
         raise ValueError("this optimizer is not the one that was sharded with the model")
     states = list(engine.driver.state_tensors()) if engine.driver else []
@@ -429,10 +479,10 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 
 def traffic(model: nn.Module) -> Traffic:
     """Bytes sent by this rank by collective. See `Traffic`."""
-    engine = _require(model)
+    engine = require(model)
     return Traffic(engine.world, engine.units)
 
 
 def close(model: nn.Module) -> None:
     """Remove the hooks and release threads and process groups. The model's weights stay as they are."""
-    _require(model).close()
+    require(model).close()

@@ -12,7 +12,7 @@ is reduced over all ranks. Where every rank keeps whole gradients the two share 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -47,6 +47,7 @@ class Flat:
         self.parameters = list(parameters)
         self.layout = Layout([(n, p.shape) for n, p in zip(names, parameters)], world.size)
         self.device = world.device
+        self.names = list(names)
         self.trainable = parameters[0].requires_grad
         self.dtype = precision.weights if precision else parameters[0].dtype
         self.grad_dtype = precision.gradients if precision else None
@@ -66,6 +67,7 @@ class Flat:
         self.arrived: set[int] = set()  # slots whose gradient is in `local`
         self.kept: set[int] = set()  # slots whose gradient is in `grad`
         self.contributed: set[int] = set()  # those of them to which this rank's backward has added
+        self.unfrozen: dict[int, Any] = {}  # slots of a frozen flat that shall be trained, and the hooks that wait for that
         self._stale: set[int] = set()  # slots whose part of `grad` was dropped and not yet zeroed
         self.reduced = False  # whether `grad` holds anything
         self.reducing = False
@@ -75,12 +77,12 @@ class Flat:
 
     # Weights
 
-    def fill(self) -> None:
-        """Take over the parameters' values, as rank 0 has them. They become views of the flat buffer."""
+    def fill(self, values: Sequence[torch.Tensor]) -> None:
+        """Give the parameters `values`, as rank 0 has them. They become views of the flat buffer."""
         source = torch.zeros(self.layout.numel, dtype=self.master_dtype, device=self.device)
-        for slot, parameter in zip(self.layout.slots, self.parameters):
-            if not parameter.is_meta:
-                source[slot.start : slot.start + slot.numel].view(slot.shape).copy_(parameter.detach())
+        for slot, value in zip(self.layout.slots, values):
+            if not value.is_meta:
+                source[slot.start : slot.start + slot.numel].view(slot.shape).copy_(value)
         self.world.broadcast(source, f"the initial values of {self.unit.name}")
         self.whole = source.to(self.dtype)
         first, last = self.bounds[3]
@@ -91,9 +93,9 @@ class Flat:
                 # a parameter cannot change its device in place; one on the meta device has nothing to lose
                 empty = torch.empty(0, dtype=self.dtype, device=self.device)
                 torch.utils.swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-            parameter.data = view  # not a view to autograd: writing the buffer is no change of a saved weight
+            guard.set_present(parameter, True)
+            torch.Tensor.data.__set__(parameter, view)  # no view to autograd: writing the buffer changes no saved weight
             parameter._flat, parameter._index = self, index
-            parameter.__class__ = guard.managed(type(parameter))
         self.shard = self.whole
         if self.divided:
             first, last = self.bounds[1]
@@ -155,6 +157,11 @@ class Flat:
     def release(self) -> None:
         self.world.gathered.change(-self.whole.untyped_storage().nbytes())
         self.whole.untyped_storage().resize_(0)
+
+    def unfreeze(self, index: int) -> None:
+        """Note that a frozen parameter shall be trained; `unfreezing.regroup` sees to it before the next forward."""
+        if not self.trainable and index not in self.unfrozen:
+            self.unfrozen[index] = self.parameters[index].register_post_accumulate_grad_hook(_refuse_early_gradient)
 
     def changed(self) -> list[int]:
         """Slots whose parameter may have been written to by hand since this was last noted."""
@@ -347,6 +354,14 @@ class Flat:
 def _part(buffer: torch.Tensor, bounds: tuple[int, int], part: tuple[int, int]) -> torch.Tensor:
     """The elements of interval `part` in a buffer that holds interval `bounds`."""
     return buffer[part[0] - bounds[0] : part[1] - bounds[0]]
+
+
+def _refuse_early_gradient(parameter: nn.Parameter) -> None:
+    torch.Tensor.grad.__set__(parameter, None)
+    raise RuntimeError(
+        f"'{parameter._flat.layout.slots[parameter._index].name}' was unfrozen after the last forward of the model and has "
+        "no gradient buffer before the next one: compute the loss in a forward of the model, or within zerostage.gathered"
+    )
 
 
 def _uses(tensor: torch.Tensor) -> int:

@@ -61,6 +61,10 @@ class DividedGradient(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         first = args[0] if args else None
         name = getattr(func, "__name__", "")
+        if name == "_amp_foreach_non_finite_check_and_unscale_":  # torch.amp.GradScaler's only work on gradients
+            gradients, found_inf, inverse_scale = args
+            places = [(gradient.flat, gradient.index) for gradient in gradients]
+            return places[0][0].unit.engine.unscale(places, found_inf, inverse_scale)
         if isinstance(first, DividedGradient):
             if name == "zero_":
                 first.flat.zero(first.index)
@@ -97,8 +101,7 @@ def _divided_message(args: Any, kwargs: Any, operation: str) -> str:
     return (
         f"the gradient of '{name}' is divided over the ranks, so '{operation}' cannot be computed on it here. "
         "To clip by the global norm call zerostage.clip_grad_norm_(model, max_norm); to update the weights "
-        "pass the optimizer to zerostage.shard(model, optimizer). A GradScaler cannot unscale it: train in bf16, or "
-        "scale the loss by hand"
+        "pass the optimizer to zerostage.shard(model, optimizer)"
     )
 
 
@@ -138,6 +141,18 @@ def _managed(base: type) -> dict[str, Any]:
         with torch.no_grad():
             values.copy_(value)
 
+    def get_requires_grad(self):
+        return torch.Tensor.requires_grad.__get__(self)
+
+    def set_requires_grad(self, value):
+        torch.Tensor.requires_grad.__set__(self, value)
+        if value:
+            self._flat.unfreeze(self._index)
+
+    def requires_grad_(self, requires_grad=True):
+        set_requires_grad(self, requires_grad)
+        return self
+
     def refuse_copy(self, *_):
         raise RuntimeError(
             f"'{self._flat.layout.slots[self._index].name}' belongs to a sharded model, which cannot be copied or pickled "
@@ -147,6 +162,8 @@ def _managed(base: type) -> dict[str, Any]:
     return {
         "grad": property(get, set_, lambda self: set_(self, None)),
         "data": property(get_data, set_data),
+        "requires_grad": property(get_requires_grad, set_requires_grad),
+        "requires_grad_": requires_grad_,
         "__deepcopy__": refuse_copy,
         "__reduce_ex__": refuse_copy,
         "_zerostage_base": base,
@@ -184,5 +201,5 @@ def absent(base: type) -> type:
 
 
 def set_present(parameter: nn.Parameter, present: bool) -> None:
-    base = type(parameter)._zerostage_base
+    base = getattr(type(parameter), "_zerostage_base", type(parameter))
     parameter.__class__ = managed(base) if present else absent(base)

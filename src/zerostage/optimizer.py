@@ -25,7 +25,6 @@ from zerostage.elementwise import bare_copy, check_elementwise
 from zerostage.flat import Flat
 from zerostage.norm import not_finite, own_finite
 from zerostage.schedule import Schedule
-from zerostage.unit import Unit
 
 log = logging.getLogger("zerostage")
 
@@ -76,18 +75,19 @@ class Driver:
         check_elementwise(optimizer)
         self.check_places = check_places
         self.optimizer, self.schedule, self.world = optimizer, schedule, world
-        self.units: list[Unit] = [u for u in schedule.units if any(f.trainable for f in u.flats)]
-        self.flats: list[Flat] = [f for u in self.units for f in u.flats if f.trainable]
-        self.segments = {
-            flat: [Segment(flat, *part) for part in flat.layout.segments(*flat.bounds[3])] for flat in self.flats
-        }
-        self._of = {id(s.parameter): s for segments in self.segments.values() for s in segments}
+        self.segments: dict[Flat, list[Segment]] = {}
+        self._of: dict[int, Segment] = {}
+        for flat in schedule.flats:
+            if flat.trainable:
+                self.include(flat)
         self._managed = {id(p) for flat in schedule.flats for p in flat.parameters}
         self.known_norm: tuple[Any, float] | None = None
         self._parked: list[list[Any]] | None = None
         self._inner = bare_copy(optimizer)
         self._adopt_state(dict(optimizer.state))
         optimizer.skipped, optimizer.skipped_steps = False, 0
+        if hasattr(optimizer, "_step_supports_amp_scaling"):
+            optimizer._step_supports_amp_scaling = False  # a GradScaler shall unscale before the step, as for others
         self._loading: Any = None
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -95,6 +95,15 @@ class Driver:
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
+
+    def include(self, flat: Flat) -> None:
+        """Update the parameters of `flat` from now on."""
+        self.segments[flat] = [Segment(flat, *part) for part in flat.layout.segments(*flat.bounds[3])]
+        self._of |= {id(segment.parameter): segment for segment in self.segments[flat]}
+
+    @property
+    def flats(self) -> list[Flat]:
+        return [flat for flat in self.schedule.flats if flat.trainable]
 
     # State
 
@@ -161,7 +170,7 @@ class Driver:
             return
         groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         sending: list[tuple[Iterator[Pending], Pending]] = []
-        for unit in self.units:
+        for unit in self.schedule.units:
             for flat in unit.flats:
                 if flat.trainable:
                     flat.absorb_changes()
@@ -175,15 +184,10 @@ class Driver:
                     sending += proceed([(flat.publish(), Pending())])
         while sending:
             sending = proceed(sending)
+        if self.world.notes is not None:
+            self.world.notes.steps += 1
 
     def _refuse_if_not_ready(self) -> None:
-        for flat in self.schedule.flats:
-            for slot, parameter in zip(flat.layout.slots, flat.parameters):
-                if not flat.trainable and parameter.requires_grad:
-                    raise RuntimeError(
-                        f"'{slot.name}' was frozen when the model was sharded, so it has no gradient buffer and no "
-                        "optimizer state; freeze it again, or shard the model with it trainable and freeze it afterwards"
-                    )
         for number, group in enumerate(self.optimizer.param_groups):
             if any(id(p) not in self._managed for p in group["params"]):
                 raise ValueError(

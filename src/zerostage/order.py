@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerostage.collectives import OrderError
+from zerostage.notes import OrderError
 from zerostage.unit import Unit
 
 

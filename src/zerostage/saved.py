@@ -38,6 +38,12 @@ class SavedWeights:
         """Note that `flat` has a new storage in the place of the one known as `before`."""
         self._flats[flat.whole.untyped_storage()._cdata] = self._flats.pop(before)
 
+    def exchange(self, old: Flat, parts: Iterable[Flat]) -> None:
+        """Note that the weights of `old` lie in `parts` from now on."""
+        if old.divided:
+            del self._flats[old.whole.untyped_storage()._cdata]
+            self._flats.update((part.whole.untyped_storage()._cdata, part) for part in parts)
+
     def start(self) -> ExitStack:
         """Let the hooks hold until the result is closed, where a forward that may be differentiated begins.
 
@@ -73,8 +79,8 @@ class SavedWeights:
         flat, generation, *geometry = saved
         if generation != flat.generation:
             raise RuntimeError(
-                f"the weights of {flat.unit.name} were updated between this forward and its backward: run the backward "
-                "before optimizer.step()"
+                f"the weights of {flat.unit.name} were updated or unfrozen between this forward and its backward: run the "
+                "backward before optimizer.step()"
             )
         self._need(flat.unit)
         value = flat.whole.as_strided(*geometry)

@@ -20,6 +20,7 @@ waits for the compute stream when they are issued. So no buffer needs `record_st
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostage.autograd import accumulates, in_backward, not_compiled, tensors_in, will_run
+from zerostage.autograd import accumulates, in_backward, not_compiled, tensors_in, transformed, will_run
 from zerostage.collectives import Pending, World, proceed
 from zerostage.flat import Flat
 from zerostage.order import Order, Pass, agree
@@ -40,7 +41,8 @@ from zerostage.unit import State, Unit
 class Call:
     """One forward of a unit: for frozen weights, whether backward is between its output and its inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
         self.inputs = self.running = False
         self.saving = ExitStack()
 
@@ -58,6 +60,7 @@ class Schedule:
         self._orders = (self.forward_order, self.backward_order, self.reduce_order)
         self.divided = any(unit.divided for unit in units)
         self.sync = True
+        self.before_forward: Any = lambda: None  # what the engine has to do first
         self.events: list[tuple[str, str]] | None = None  # what happened, in order, when someone listens
         self._window = 0  # units gathered or on their way, resident ones apart
         self._walk: Pass | None = None  # the pass under way
@@ -100,26 +103,39 @@ class Schedule:
                         module.register_forward_hook(self._after(unit), always_call=True),
                     ]
             for flat in unit.flats:
-                if flat.trainable:
-                    for index, parameter in enumerate(flat.parameters):
-                        hook = self._gradient_hook(unit, flat, index)
-                        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._hook_gradients(flat)
         # outermost: before every unit's hook, which the same module may carry, and after it
         begin, end = (not_compiled(hook) for hook in (self._begin_forward, self._end_forward))
         self._handles.append(model.register_forward_pre_hook(begin, prepend=True))
         self._handles.append(model.register_forward_hook(end, always_call=True))
 
+    def _hook_gradients(self, flat: Flat) -> None:
+        for index, parameter in enumerate(flat.parameters if flat.trainable else ()):
+            hook = self._gradient_hook(flat.unit, flat, index)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def exchange(self, old: Flat, parts: list[Flat]) -> None:
+        """Go on with `parts` in the place of a frozen flat, whose unit holds them already."""
+        self.saved.exchange(old, parts)
+        for flat in parts:
+            self._hook_gradients(flat)
+
     def _before(self, unit: Unit) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.need(unit)
-            call = self._watch_inputs(unit, args, kwargs)
-            call.saving = self.saved.start()
+            if transformed():
+                self._refuse_transform()
+            call = Call(unit)
             self._calls.append(call)
+            self.need(unit)
+            self._watch_inputs(call, args, kwargs)
+            call.saving = self.saved.start()
 
         return not_compiled(before)
 
     def _after(self, unit: Unit) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._calls or self._calls[-1].unit is not unit:
+                return  # another hook raised before ours had its turn
             call = self._calls.pop()
             call.saving.close()
             if any(self.saved.flat_of(tensor) is not None for tensor in tensors_in(output)):
@@ -139,9 +155,15 @@ class Schedule:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if in_backward():
             return
+        if transformed():
+            self._refuse_transform()
+            return
         if self._depth == 0:
+            if self.world.notes is not None:
+                self.world.notes.recovered()
             self._abandon_backward()
             self._release_all()
+            self.before_forward()
             if self._backward_done:
                 self._used, self._backward_done = set(), False
             self._walk = Pass(self.forward_order.units, self.forward_order.learned)
@@ -150,7 +172,7 @@ class Schedule:
         self._depth += 1
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward():
+        if in_backward() or transformed() or not self._depth:
             return
         self._depth -= 1
         if self._depth:
@@ -158,6 +180,8 @@ class Schedule:
         self._saving.close()
         if output is not None:
             self._finish_walk()
+        elif self.world.notes is not None and (error := sys.exc_info()[1]) is not None:
+            self.world.notes.raised(f"{type(error).__name__}: {error} (in a forward)")
         for unit, uses in self.forward_order.seen.items():
             if uses > 1:  # from now on gathered once a pass, like the others
                 self._make_resident(unit)
@@ -170,6 +194,13 @@ class Schedule:
             for tensor in outputs:
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._begin_backward)
+
+    def _refuse_transform(self) -> None:
+        if self.divided:
+            raise RuntimeError(
+                "torch.func transforms (grad, vmap, jvp, ...) cannot go through weights that are divided: use stage 2 or less, "
+                "or torch.func.functional_call(plain_model, zerostage.full_state_dict(model, rank0_only=False), ...)"
+            )
 
     # Gathering
 
@@ -226,6 +257,8 @@ class Schedule:
 
     def _finish_walk(self) -> None:
         """Take part in gathering the units that only other ranks may have used."""
+        if self._walk is not None:
+            self._walk.learned = True  # nothing comes later that might still use them
         while self._walk is not None and self._walk.next() is not None:
             self._skip(self._walk)
 
@@ -290,11 +323,11 @@ class Schedule:
             tensor.register_hook(before_backward)
         return bool(found)
 
-    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Call:
+    def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> None:
         """Frozen weights produce no gradient that tells when backward is done with them; the inputs' do."""
-        call = Call()
+        unit = call.unit
         if not torch.is_grad_enabled() or all(flat.trainable for flat in unit.flats):
-            return call
+            return
         inputs = [t for t in (*tensors_in(args), *tensors_in(kwargs)) if t.requires_grad]
         if inputs:
             call.inputs = True
@@ -306,31 +339,42 @@ class Schedule:
                     self._maybe_done(unit)
 
             torch.autograd.graph.register_multi_grad_hook(inputs, after_backward, mode="all")
-        return call
 
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         """The first hook of a backward that starts from the model's outputs: autograd's outermost task."""
-        self._start_session()
+        if not transformed():
+            self._start_session()
 
     def _start_session(self) -> None:
         if self._in_session and self._task() is not None:
             return
-        self._abandon_backward()
-        self._in_session = self._backward_done = True
-        trained = (p for unit in self.units for flat in unit.flats if flat.trainable for p in flat.parameters)
-        self._accumulates = accumulates() and any(parameter.requires_grad for parameter in trained)
-        self._expected, self._waits, self._complete, self._reduced = set(), {}, set(), []
-        self.backward_order.seen, self.reduce_order.seen = {}, {}
-        self._walk = Pass(self.backward_order.units, self.backward_order.learned) if self.divided else None
+        self._open_session(accumulates())
         # autograd drops its callbacks when a backward raises: then the session is a dead one's
         callback = partial(self._end_backward)
-        self._task = weakref.ref(callback)
+        self._task = weakref.ref(callback, partial(_backward_dropped, weakref.ref(self)))
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         del callback
         # where a weight may have been used apart from its module, no hook tells when backward comes to that
         for unit in self.backward_order.units:
             if unit.divided and (unit.resident or unit in self._touched):
                 self.need(unit)
+
+    def _open_session(self, accumulates: bool) -> None:
+        self._abandon_backward()
+        self._in_session = self._backward_done = True
+        trained = (p for unit in self.units for flat in unit.flats if flat.trainable for p in flat.parameters)
+        self._accumulates = accumulates and any(parameter.requires_grad for parameter in trained)
+        self._expected, self._waits, self._complete, self._reduced = set(), {}, set(), []
+        self.backward_order.seen, self.reduce_order.seen = {}, {}
+        self._walk = Pass(self.backward_order.units, self.backward_order.learned) if self.divided else None
+
+    def take_part(self, model: nn.Module, backward: bool) -> None:
+        """Do this rank's share of the other ranks' next forward and backward, without a batch of its own."""
+        self._begin_forward(model, ())
+        self._end_forward(model, (), ())
+        if backward:
+            self._open_session(True)
+            self._end_backward()
 
     def _expect(self, unit: Unit) -> None:
         """Find out which of the unit's gradients autograd's task under way will produce.
@@ -422,6 +466,8 @@ class Schedule:
         """Every gradient of this backward is there: reduce the rest, on every rank the same."""
         try:
             if self.sync and self._accumulates:
+                if self._walk is not None:
+                    self._walk.learned = True
                 for unit in self.reduce_order.units[len(self._reduced) :]:
                     self._reduce(unit)
                 self._drain()
@@ -497,3 +543,10 @@ class Schedule:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _backward_dropped(weak: Any, task: Any) -> None:
+    """Autograd forgot the callback of a backward: it has been called, or the backward raised."""
+    schedule = weak()
+    if schedule is not None and schedule._in_session and schedule._task is task and schedule.world.notes is not None:
+        schedule.world.notes.raised("an exception in its backward")

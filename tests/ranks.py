@@ -110,6 +110,13 @@ def alone(body: Callable[..., Any], **kwargs: Any) -> Any:
     return body(0, 1, **kwargs)
 
 
+def processes() -> Any:
+    """The multiprocessing context whose processes start in milliseconds, with torch imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
 def close() -> None:
     """End all ranks; the next `run` starts new ones."""
     _pool.close()
@@ -166,8 +173,7 @@ class _Pool:
     def grow(self, n: int) -> list[_Rank]:
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context = processes()
         saved = {name: os.environ.get(name) for name in _ONE_THREAD}
         os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
         try:

@@ -221,6 +221,53 @@ def test_state_dict_of_the_optimizer(stage: int) -> None:
     run(optimizer_state_round_trip, n=2, stage=stage)
 
 
+class Vectors(nn.Module):
+    """Sizes with which, on two ranks, a rank's part of `long` is as long as `long` itself and is not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.long = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.linspace(-1, 1, 128))
+
+    def forward(self, step: int) -> torch.Tensor:
+        weighted = self.long * torch.arange(128).roll(step) / 128
+        return weighted.square().sum() + self.matrix.square().sum()
+
+
+def state_from_torch(rank: int, n: int, way: str, stage: int = 3) -> dict[str, torch.Tensor]:
+    """Two steps of plain torch and two sharded ones, which take over or load the optimizer's state."""
+
+    def go_on(model: nn.Module, driver: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            model(step).backward()
+            driver.step()
+            driver.zero_grad()
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Vectors()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, driver = build()
+    go_on(model, driver, range(2))
+    if way == "load":
+        weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(driver.state_dict())
+        model, driver = build()
+        model.load_state_dict(weights)
+    if way != "plain":
+        zerostage.shard(model, driver, stage=stage)
+    if way == "load":
+        driver.load_state_dict(state)
+    go_on(model, driver, range(2, 4))
+    return model.state_dict() if way == "plain" else zerostage.full_state_dict(model, rank0_only=False)
+
+
+def test_state_of_plain_torch_is_taken_over_and_loaded() -> None:
+    oracle = state_from_torch(0, 1, "plain")
+    for way in ("take over", "load"):
+        for stage in (0, 1, 3):
+            for result in run(state_from_torch, n=2, way=way, stage=stage):
+                assert_close(result, oracle, (way, stage))
+
+
 class LambLike(torch.optim.Optimizer):
     """Scales each parameter's update by that parameter's norm."""
 

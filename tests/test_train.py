@@ -156,6 +156,7 @@ def test_the_saved_model_has_the_last_held_out_loss(stages, corpus, tmp_path):
 
     model = AutoModelForCausalLM.from_pretrained(stages / "trained")
     assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.dtype == torch.bfloat16 and model.config.dtype == torch.bfloat16  # of the file and of config.json
 
 
 def test_one_rank_and_two_see_the_same_batches(folder, corpus, tmp_path):

@@ -312,6 +312,32 @@ def test_rank_zero_s_values_win() -> None:
             assert all(torch.equal(other[name], value) for name, value in first.items())
 
 
+def backward_fails(rank: int, n: int) -> list[bool]:
+    """A micro-batch whose backward raises half way through, a step with what was there before, and a look at the weights."""
+    model = mlp(8, 8, 8, 8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    zerostage.shard(model, optimizer, stage=3, units=[nn.Linear])
+    model(features(rank, 0)[0]).square().mean().backward()
+
+    def fail(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: 1 / 0)
+
+    handle = model[2].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(features(rank, 1)[0]).square().mean().backward()
+    handle.remove()
+    optimizer.step()
+    seen = zerostage.full_state_dict(model, rank0_only=False)
+    with torch.no_grad():
+        model(features(rank, 2)[0])
+    return [torch.equal(value, seen[name]) for name, value in zerostage.full_state_dict(model, rank0_only=False).items()]
+
+
+def test_weights_are_never_older_ones_after_a_backward_that_failed() -> None:
+    for equal in run(backward_fails, n=2):
+        assert all(equal)
+
+
 def different_models(rank: int, n: int) -> str:
     model = mlp(8, 16, 4) if rank == 0 else mlp(8, 17, 4)
     with pytest.raises(ValueError) as caught:

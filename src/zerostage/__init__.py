@@ -18,6 +18,8 @@ _HOME = {
     "load_weights": "weights",
     "together": "uneven",
     "take_part": "uneven",
+    "save_weights": "export",
+    "EMA": "ema",
     **dict.fromkeys(
         ("shard", "no_sync", "gathered", "clip_grad_norm_", "full_state_dict", "memory", "traffic", "close"), "engine"
     ),

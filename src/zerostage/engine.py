@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -42,6 +43,7 @@ class Engine:
         self.precision, self.optimized = precision, optimized
         self.units: list[Unit] = []
         self.driver: Driver | None = None
+        self.averages: weakref.WeakSet[Any] = weakref.WeakSet()  # the `EMA`s of this model
         self.missing = missing  # parameters, by first name, that have no values yet
         self._flats_made = 0
         for division in divisions:
@@ -120,6 +122,10 @@ class Engine:
         }
         for name, tensors in (self.driver.state_tensors() if self.driver else {}).items():
             result[name] = tensors
+        for average in self.averages:
+            result["average"] = result.get("average", []) + average.tensors()
+        if aside := [flat.aside for flat in flats if flat.aside is not None]:
+            result["set aside"] = aside
         result["buffers"] = list(self.model.buffers())
         result["gathered"] = [flat.whole for flat in flats if flat.divided]
         result["in_flight"] = [flat.local for flat in trainable if flat.local is not None]
@@ -220,6 +226,7 @@ def shard(
         _warn_without_masters(engine)
     for flat in engine.flats:
         flat.count_uses()
+    model.register_load_state_dict_pre_hook(lambda *_: engine.schedule.refuse_averaged("load_state_dict"))
     model.register_load_state_dict_post_hook(lambda module, keys: _after_load_state_dict(engine))
     world.meter.reset()
     return model, optimizer
@@ -390,6 +397,8 @@ def gathered(what: nn.Module | nn.Parameter | Iterable[Any], write: bool = False
     regroup(engine)
     units = engine.units_of(items)
     schedule = engine.schedule
+    if write:
+        schedule.refuse_averaged("gathered(write=True)")
     schedule.hold(units)
     divided = [flat for unit in units for flat in unit.flats if flat.divided]
     for flat in divided:
@@ -443,10 +452,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     return result.to(engine.world.device)
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
+def full_state_dict(
+    model: nn.Module, *, rank0_only: bool = True, trainable_only: bool = False
+) -> dict[str, torch.Tensor]:
     """Whole weights and persistent buffers on the CPU under the names of `model.state_dict()`.
 
-    On rank 0, empty on the others unless `rank0_only` is False. Gathered unit by unit and
+    On rank 0, empty on the others unless `rank0_only` is False. `trainable_only`: the
+    parameters that require gradients now and nothing else. Gathered unit by unit and
     copied one tensor at a time; shared parameters appear under each name and share memory.
     Every rank must call it.
     """
@@ -455,13 +467,18 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True) -> dict[str, t
     wanted = not rank0_only or engine.world.rank == 0
     values: dict[str, torch.Tensor] = {}
     for unit in engine.units:
-        with torch.no_grad(), gathered(unit.flats[0].parameters):
-            for flat in unit.flats if wanted else ():
-                for slot, parameter in zip(flat.layout.slots, flat.parameters):
-                    values |= dict.fromkeys(slot.names, parameter.detach().to("cpu", copy=True))
-    if not wanted:
-        return {}
-    for prefix, module in engine.model.named_modules():
+        chosen = [
+            (slot, parameter)
+            for flat in unit.flats
+            for slot, parameter in zip(flat.layout.slots, flat.parameters)
+            if parameter.requires_grad or not trainable_only
+        ]
+        with torch.no_grad(), gathered([parameter for _, parameter in chosen]) if chosen else nullcontext():
+            for slot, parameter in chosen if wanted else ():
+                values |= dict.fromkeys(slot.names, parameter.detach().to("cpu", copy=True))
+    if not wanted or trainable_only:
+        return values
+    for prefix, module in engine.model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 values[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True)
@@ -474,7 +491,8 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     if optimizer is not None and (engine.driver is None or engine.driver.optimizer is not optimizer):
         raise ValueError("this optimizer is not the one that was sharded with the model")
     states = list(engine.driver.state_tensors()) if engine.driver else []
-    return accounts.ledger(engine.units, engine.world, engine.prefetch, engine.storages(), states)
+    averages = len(engine.averages)
+    return accounts.ledger(engine.units, engine.world, engine.prefetch, engine.storages(), states, averages)
 
 
 def traffic(model: nn.Module) -> Traffic:

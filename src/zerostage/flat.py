@@ -60,6 +60,8 @@ class Flat:
         self.whole = self.shard
         #: the optimizer's slice in a wider dtype, or the same elements of `shard` where none is kept
         self.master = self.shard
+        #: the trained weights, while others are in their place (`show`)
+        self.aside: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         self.local: torch.Tensor | None = None
         self._held: torch.Tensor | None = None
@@ -169,7 +171,7 @@ class Flat:
 
     def absorb_changes(self) -> None:
         """Where weights are whole, a user may have changed them: let the masters of what differs follow."""
-        if self.divided or not self.has_master:
+        if self.divided or not self.has_master or self.aside is not None:
             return
         changed = set(self.changed())
         base = self.bounds[3][0]
@@ -184,7 +186,7 @@ class Flat:
         self.exposed.clear()
 
     def updated(self) -> None:
-        """The optimizer has written new weights, which a graph made before must not use."""
+        """There are new weights, which a graph made before must not use."""
         self.generation += 1
         if not self.divided:
             torch.autograd.graph.increment_version(self.parameters)
@@ -205,6 +207,25 @@ class Flat:
             if team.size > 1:
                 part = _part(self.shard, self.bounds[1], self.bounds[level])
                 yield team.gather(part, f"the updated weights of {self.unit.name}", self.index)
+
+    # Other weights in the place of the trained ones, for a while
+
+    def set_aside(self) -> None:
+        """Keep this rank's trained weights for `put_back`."""
+        self.aside = self.shard.clone()
+
+    def show(self, values: torch.Tensor) -> Iterator[Pending]:
+        """Have `values`, of which this rank has the optimizer's slice, as weights on all ranks. After `set_aside`."""
+        self.step_weights.copy_(values)
+        self.updated()
+        yield from self.publish()
+
+    def put_back(self) -> None:
+        """Undo what `set_aside` and `show` did. Needs no other rank, which may have failed."""
+        if self.aside is not None:
+            self.shard.copy_(self.aside)
+            self.aside = None
+            self.updated()
 
     # Gradients
 

@@ -39,6 +39,7 @@ class Ledger:
     made. `measured`: the live storages now. `peak`: 'gathered' and 'in_flight' are the most
     that these two held since the start, 'engine' is at rest plus these, 'bound' what the
     design allows without activations (see `peak_bound`); 'allocated' is CUDA's own account.
+    'average' is what the model's `EMA`s keep, 'set aside' the trained weights within `EMA.applied`.
     """
 
     expected: dict[str, int]
@@ -117,7 +118,7 @@ def step_traffic(flat: Flat, partition: Partition, ranks: int, micro_batches: in
     return {"all_gather": gathered, "reduce_scatter": reduced}
 
 
-def expected_bytes(units: Iterable[Unit], partition: Partition, states: Iterable[str]) -> dict[str, int]:
+def expected_bytes(units: Iterable[Unit], partition: Partition, states: Iterable[str], averages: int = 0) -> dict[str, int]:
     """Bytes at rest by term, from the layouts: the whole flat divided by the term's degree."""
     total: Counter[str] = Counter(dict.fromkeys((*TERMS[:3], *states), 0))
     for flat in (flat for unit in units for flat in unit.flats):
@@ -129,6 +130,8 @@ def expected_bytes(units: Iterable[Unit], partition: Partition, states: Iterable
                 total["master"] += numel // partition.optimizer * flat.master_dtype.itemsize
             for state in states:
                 total[state] += numel // partition.optimizer * flat.master_dtype.itemsize
+            if averages:
+                total["average"] += averages * numel // partition.optimizer * max(4, flat.master_dtype.itemsize)
     return dict(total)
 
 
@@ -165,9 +168,16 @@ def measure(storages: dict[str, list[torch.Tensor]]) -> dict[str, int]:
     return result
 
 
-def ledger(units: list[Unit], world: World, prefetch: int, storages: dict[str, list[torch.Tensor]], states: list[str]) -> Ledger:
+def ledger(
+    units: list[Unit],
+    world: World,
+    prefetch: int,
+    storages: dict[str, list[torch.Tensor]],
+    states: list[str],
+    averages: int,
+) -> Ledger:
     """The account of one engine; see `Ledger`."""
-    expected = expected_bytes(units, world.partition, states)
+    expected = expected_bytes(units, world.partition, states, averages)
     measured = measure(storages)
     at_rest = sum(size for term, size in measured.items() if term not in ("gathered", "in_flight", "buffers"))
     peak: dict[str, Any] = {

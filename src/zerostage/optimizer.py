@@ -45,14 +45,18 @@ class Segment:
     def parameter(self) -> nn.Parameter:
         return self.flat.parameters[self.index]
 
-    def cut(self, value: Any, name: str) -> Any:
-        """This rank's part of a state entry that was made for the whole parameter; other entries as they are."""
+    def cut(self, value: Any, name: str, whole: bool) -> Any:
+        """This rank's part of a state entry that was made for the whole parameter; other entries as they are.
+
+        whole: what to take it for where the parameter and this rank's part of it have one shape.
+        """
         slot = self.flat.layout.slots[self.index]
         if not isinstance(value, torch.Tensor):
             return value
-        if value.shape == self.master.shape:
+        of_whole = tuple(value.shape) == slot.shape and value.dim() > 0
+        if value.shape == self.master.shape and not (of_whole and whole):
             return value.to(self.master.device, copy=True)
-        if tuple(value.shape) == slot.shape and value.dim() > 0:
+        if of_whole:
             part = torch.zeros(self.stop - self.start, dtype=value.dtype, device=self.master.device)
             first, last = self.start - slot.start, min(self.stop - slot.start, slot.numel)
             if first < last:
@@ -84,7 +88,7 @@ class Driver:
         self.known_norm: tuple[Any, float] | None = None
         self._parked: list[list[Any]] | None = None
         self._inner = bare_copy(optimizer)
-        self._adopt_state(dict(optimizer.state))
+        self._adopt_state(dict(optimizer.state), whole=True)
         optimizer.skipped, optimizer.skipped_steps = False, 0
         if hasattr(optimizer, "_step_supports_amp_scaling"):
             optimizer._step_supports_amp_scaling = False  # a GradScaler shall unscale before the step, as for others
@@ -107,14 +111,14 @@ class Driver:
 
     # State
 
-    def _adopt_state(self, states: dict[Any, dict[str, Any]]) -> None:
+    def _adopt_state(self, states: dict[Any, dict[str, Any]], whole: bool) -> None:
         """Take over state entries of parameters, whole ones or this rank's parts."""
         self.optimizer.state.clear()
         self._inner.state.clear()
         for parameter, state in states.items():
             segment = self._of.get(id(parameter))
             if segment is not None and state:
-                self._set_state(segment, {name: segment.cut(value, name) for name, value in state.items()})
+                self._set_state(segment, {name: segment.cut(value, name, whole) for name, value in state.items()})
 
     def _set_state(self, segment: Segment, state: dict[str, Any]) -> None:
         self._inner.state[segment.master] = state
@@ -126,7 +130,9 @@ class Driver:
     def _after_load(self, optimizer: Any) -> None:
         # torch casts loaded state to the parameters' dtype, which would round fp32 moments
         order = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._adopt_state({order[i]: state for i, state in self._loading.items()})
+        values = (value for state in self._loading.values() for value in state.values())
+        whole = any(isinstance(value, torch.Tensor) and value.dim() > 1 for value in values)  # parts have one dimension
+        self._adopt_state({order[i]: state for i, state in self._loading.items()}, whole)
         self._loading = None
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
@@ -195,6 +201,7 @@ class Driver:
                     "parameters into the model before zerostage.shard"
                 )
         self.check_places()
+        self.schedule.refuse_averaged("optimizer.step()")
         held = [unit.name for unit in self.schedule.units if unit.pinned]
         if held:
             raise RuntimeError(f"optimizer.step() within `gathered` of {held[0]}: leave the block before the step")

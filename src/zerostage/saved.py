@@ -80,7 +80,7 @@ class SavedWeights:
         if generation != flat.generation:
             raise RuntimeError(
                 f"the weights of {flat.unit.name} were updated or unfrozen between this forward and its backward: run the "
-                "backward before optimizer.step()"
+                "backward before optimizer.step(), and on the same side of the begin and end of ema.applied()"
             )
         self._need(flat.unit)
         value = flat.whole.as_strided(*geometry)

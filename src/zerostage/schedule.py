@@ -507,8 +507,16 @@ class Schedule:
         finally:
             self.sync = before
 
+    def settle(self) -> None:
+        """Let go of what a backward that ended in an exception has left gathered: it may be of older weights."""
+        if self.world.notes is not None:
+            self.world.notes.recovered()
+        if self._task() is None:
+            self._abandon_backward()
+
     def hold(self, units: list[Unit]) -> None:
         """Gather units and keep them until `let_go`."""
+        self.settle()
         for unit in units:
             if unit.divided:
                 unit.pinned += 1
@@ -527,6 +535,15 @@ class Schedule:
                         if flat.has_views():
                             self._leave_memory(flat)
                     self.release(unit)
+
+    def refuse_averaged(self, what: str) -> None:
+        """Raise where other weights than the trained ones are shown."""
+        for flat in self.flats:
+            if flat.aside is not None:
+                raise RuntimeError(
+                    f"{what} within ema.applied(), where '{flat.layout.slots[0].name}' and the others have their averaged "
+                    "values: leave the block first"
+                )
 
     def proposals(self) -> list[list[int] | None]:
         """For each kind of work, the order that this rank saw where it differs from the recorded one."""

@@ -62,3 +62,5 @@ def _split(engine: Engine, old: Flat, chosen: list[int]) -> None:
     schedule.exchange(old, parts)
     if engine.driver is not None:
         engine.driver.include(parts[0])
+    for average in engine.averages:
+        average.follow()

@@ -26,9 +26,11 @@ class Files:
     def __init__(self, path: Path) -> None:
         self._open: dict[Path, Any] = {}
         self._where: dict[str, Path] = {}
+        single, index = path / "model.safetensors", path / "model.safetensors.index.json"
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-        index = path / "model.safetensors.index.json"
-        if index.is_file():
+        if single.is_file():  # as in Hugging Face: an index beside it belongs to other, older files
+            files = [single]
+        elif index.is_file():
             files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         if not files:
             raise FileNotFoundError(f"{path} has no .safetensors file; export or convert the model to safetensors first")
@@ -51,7 +53,7 @@ class Files:
         shape = part.get_shape()
         if not shape:
             return self._open[self._where[name]].get_tensor(name).reshape(1)[start:stop]
-        row = math.prod(shape[1:])
+        row = math.prod(shape[1:]) or 1
         first, last = start // row, -(-stop // row)
         return part[first:last].flatten()[start - first * row : stop - first * row]
 
@@ -71,6 +73,7 @@ def load_weights(model: nn.Module, path: str | Path, *, strict: bool = True) -> 
     engine = engine_of(model)
     if engine is None:
         raise ValueError("this model is not sharded: call zerostage.shard(model, optimizer) first, then load_weights")
+    engine.schedule.refuse_averaged("load_weights")
     problem: Exception | None = None
     plan: list[tuple[Flat, int, str]] = []
     unused: list[str] = []
@@ -110,7 +113,7 @@ def _match(engine: Engine, files: Files, strict: bool) -> tuple[list[tuple[Flat,
             _check_ties(files, slot, found)
             plan.append((flat, index, found[0]))
             used.update(found)
-    buffers = {name for name, _ in engine.model.named_buffers()}
+    buffers = {name for name, _ in engine.model.named_buffers(remove_duplicate=False)}
     unused = sorted(available - used - buffers)
     if unused and strict:
         raise KeyError(

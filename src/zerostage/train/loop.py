@@ -76,9 +76,7 @@ def train(config: TrainConfig) -> None:
         report.held_out(steps, evaluate(model, held_out, config, rank, ranks, device))
         report.account(account.account(ledger, audit, traffic, ranks, config.stage))
         if config.save:
-            state = zerostage.full_state_dict(model)  # a collective: every rank takes part
-            if rank == 0:
-                report.saved(models.save(model, state, tokenizer, config.save))
+            report.saved(models.save(model, tokenizer, config.save, rank))
     zerostage.close(model)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import zerostage
 from zerostage.train.config import InputError, TrainConfig
 
 
@@ -58,20 +59,18 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     )
 
 
-def save(model: nn.Module, state: dict[str, torch.Tensor], tokenizer, folder: str) -> str:
-    """Write whole weights `state` (names as in the model) with config and tokenizer as a Hugging Face folder.
+def save(model: nn.Module, tokenizer, folder: str, rank: int) -> str:
+    """Write whole weights with config and tokenizer as a Hugging Face folder; every rank takes part, rank 0 writes.
 
     The folder is written beside its place and renamed, so that it is never half there. Returns it.
     """
-    from safetensors.torch import save_file
-
     final = Path(folder)
     partial = final.with_name(f"{final.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-    state = {name: tensor.contiguous() for name, tensor in state.items() if name not in tied}
-    save_file(state, partial / "model.safetensors", metadata={"format": "pt"})
+    zerostage.save_weights(model, partial)
+    if rank > 0:
+        return folder
     model.config.architectures = [type(model).__name__]
+    model.config.dtype = next(model.parameters()).dtype  # built in fp32, trained and written in this one
     model.config.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     if final.exists():

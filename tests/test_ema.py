@@ -265,7 +265,7 @@ def test_what_does_not_go_with_the_average_is_refused_and_changes_nothing(stage:
         assert "'0.weight' was changed within" in said["change"]
         assert said["exception"] == said["make a graph"] == "of the user's"
         for name in ("graph from outside", "graph from inside"):
-            expected = "modified by an inplace operation", "same side of the begin and end of ema.applied()"
+            expected = "modified by an inplace operation", "same side of ema.applied()'s begin and end"
             assert any(part in said[name] for part in expected), said[name]
         assert stage < 3 or "ema.applied() within `gathered`" in said["gathered"]
         assert "decay is 99.9" in said["decay"] and "call zerostage.shard(model, optimizer) first" in said["not sharded"]

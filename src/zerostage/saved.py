@@ -79,8 +79,8 @@ class SavedWeights:
         flat, generation, *geometry = saved
         if generation != flat.generation:
             raise RuntimeError(
-                f"the weights of {flat.unit.name} were updated or unfrozen between this forward and its backward: run the "
-                "backward before optimizer.step(), and on the same side of the begin and end of ema.applied()"
+                f"the weights of {flat.unit.name} were updated between this forward and its backward: run the backward before "
+                "optimizer.step(), before weights are unfrozen, and on the same side of ema.applied()'s begin and end"
             )
         self._need(flat.unit)
         value = flat.whole.as_strided(*geometry)

@@ -229,3 +229,6 @@ def test_E4_accumulation_goes_into_the_shard_and_no_sync_costs_a_whole_copy(n: i
         for sizes in run(accumulating, n=n, stage=stage):
             assert sizes["shard"] == sizes["after"] == kept
             assert sizes["no_sync"] == kept + (whole if stage >= 2 else 0)
+    # the same for 26e9 parameters on 16 ranks: the shard, and what no_sync adds
+    divided, at_stage_0 = (Partition.from_stage(stage, 16).bytes(26e9)["gradients"] for stage in (2, 0))
+    assert (divided, at_stage_0) == (3.25e9, 52e9)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from zerostage import Partition, audit, shard
+from zerostage import Partition, Precision, audit, gathered, shard
 from zerostage.engine import engine_of
 
 LAYER = "LlamaDecoderLayer"
@@ -156,6 +156,64 @@ def test_zerostage_is_the_stage_that_it_was_given(stage, n, kind):
     held = sum(size for term, size in found.bytes_per_parameter.items() if term != "other")
     assert textbook <= held < 1.05 * textbook  # alignment padding
     assert not any("fit the stages" in note or "divided unevenly" in note for note in found.notes) or n == 1
+
+
+def trained_parts(rank, n):
+    found = []
+    for stage in range(4):
+        model, optimizer = zerostage(Odd(), stage)
+        found.append(audit(model, optimizer))
+        for _ in range(2):
+            model(torch.ones(2, 3)).backward()
+            found.append(audit(model, optimizer))
+            optimizer.step()
+            found.append(audit(model, optimizer))
+            optimizer.zero_grad()
+        found.append(audit(model, optimizer))
+    return found
+
+
+def test_B6_parameters_without_a_gradient_are_named():
+    for found in run(trained_parts, n=2):
+        for stage in range(4):
+            made, *within, dropped = found[6 * stage : 6 * stage + 6]
+            assert made.without_gradient is dropped.without_gradient is None
+            for audited in within:
+                # the empty parameter has nothing to train, the frozen ones are not asked
+                assert audited.without_gradient == ["unused.weight", "unused.bias"]
+                said = "3 of 5 trainable parameters have a gradient; without one on any rank: unused.weight, unused.bias."
+                assert said in audited.notes and said in str(audited)
+
+
+def some_stand_still(rank, n, bare):
+    found = []
+    for stage in range(4):
+        model = nn.Sequential(nn.LayerNorm(64, bias=False), nn.Linear(64, 1, bias=False), nn.Linear(1, 1, bias=False))
+        groups = [{"params": model[:2].parameters()}, {"params": model[2].parameters(), "lr": 0.0}]
+        optimizer = torch.optim.SGD(groups, lr=1e-3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there are no masters
+            shard(model, optimizer, stage, precision=Precision(master=torch.bfloat16) if bare else Precision())
+        assert audit(model, optimizer).unmoved == []  # nothing is said before the first step
+        for _ in range(20):
+            weight = model[0].weight
+            model(torch.randn(2, 64).bfloat16())
+            with gathered(model):
+                loss = weight.sum() + model[1].weight.sum() + model[2].weight.sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(audit(model, optimizer))
+    return found
+
+
+def test_J2_parameters_that_never_move_are_named():
+    for bare, still in ((True, ["0.weight", "2.weight"]), (False, ["2.weight"])):
+        for by_stage in run(some_stand_still, n=2, bare=bare):
+            for found in by_stage:
+                assert found.unmoved == still
+                said = "of 3 trainable parameters have the same bits as before the first step, after 20 steps: "
+                assert any(note.startswith(f"{len(still)} {said}{', '.join(still)}.") for note in found.notes)
 
 
 @pytest.mark.parametrize("partition", [(2, 2, 2), (4, 4, 2), (4, 2, 2), (4, 2, 1), (2, 1, 1)])

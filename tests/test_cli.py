@@ -83,7 +83,7 @@ def test_a_mistake_is_one_line(arguments, expected):
         assert part in message
 
 
-def test_a_half_set_environment_names_what_is_missing():
+def test_Q4_a_half_set_environment_names_what_is_missing():
     environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
     message = refused("train", "--model", "m", "--data", "d", env=environ)
     assert "has RANK, WORLD_SIZE but lacks LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in message
@@ -92,9 +92,20 @@ def test_a_half_set_environment_names_what_is_missing():
     assert "lacks SLURM_NTASKS, SLURM_LOCALID" in message
 
 
-def test_slurm_gives_each_rank_its_place():
+def test_Q4_slurm_gives_each_rank_its_place():
     from zerostage.train import launch
+    from zerostage.train.config import InputError
 
+    bare = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+    with pytest.raises(InputError, match="has SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID but lacks MASTER_ADDR, MASTER_PORT"):
+        launch.place(dict(bare))
+    environ = {**bare, "MASTER_ADDR": "here", "MASTER_PORT": "1234"}
+    assert launch.place(environ)
+    assert [environ[name] for name in launch.TORCHRUN] == ["3", "8", "1", "here", "1234"]
+    # torchrun under srun: what torchrun says holds, and rank 0 may be on another host than MASTER_ADDR
+    environ = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "5", "MASTER_ADDR": "there", "MASTER_PORT": "1234"}
+    under = {**environ, **bare, "SLURM_JOB_ID": "77", "SLURM_NODELIST": "gpu[07-08]"}
+    assert launch.place(under) and {name: under[name] for name in launch.TORCHRUN} == environ
     environ = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
     environ |= {"SLURM_JOB_ID": "77", "SLURM_NODELIST": "gpu[07-08]"}
     assert launch.place(environ)
@@ -103,3 +114,12 @@ def test_slurm_gives_each_rank_its_place():
     assert not launch.place({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"})
     lists = {"a1,a2": "a1", "gpu[03-05,09]": "gpu03", "n[1,3]-ib,m2": "n1-ib", "host": "host"}
     assert {nodes: launch.first_node(nodes) for nodes in lists} == lists
+
+
+def test_Q2_ranks_on_windows_do_without_libuv():
+    from zerostage.train import launch
+
+    assert launch.additions({}, "cuda", "win32") == {"USE_LIBUV": "0"}
+    assert launch.additions({}, "cpu", "win32") == {"OMP_NUM_THREADS": "1", "USE_LIBUV": "0"}
+    assert launch.additions({"OMP_NUM_THREADS": "4", "USE_LIBUV": "1"}, "cpu", "win32") == {}  # what is set holds
+    assert launch.additions({}, "cuda", "linux") == {} and launch.additions({}, "cpu", "darwin") == {"OMP_NUM_THREADS": "1"}

@@ -89,12 +89,14 @@ def test_missing_fields_and_files_say_what_to_give(tmp_path):
         ({"micro_batch": 2, "accumulation": 2, "global_batch": 16}, (2, 2, 16)),
     ],
 )
-def test_the_three_batch_sizes_follow_from_each_other(given, expected):
+def test_K4_the_three_batch_sizes_follow_from_each_other(given, expected):
     config = derive_batch(load(None, {**BASE, "ranks": 4, **given}))
     assert (config.micro_batch, config.accumulation, config.global_batch) == expected
+    config = derive_batch(load(None, {**BASE, "global_batch": 8, "micro_batch": 2}, {"WORLD_SIZE": "2"}))
+    assert config.accumulation == 2
 
 
-def test_batch_sizes_that_disagree_are_all_listed_with_their_sources(tmp_path):
+def test_K4_batch_sizes_that_disagree_are_all_listed_with_their_sources(tmp_path):
     path = toml(tmp_path, "accumulation = 4\n")
     message = refused(path, {"global_batch": "32", "micro_batch": "3"}, {"WORLD_SIZE": "2"})
     assert "global_batch 32 (the flag --global-batch)" in message

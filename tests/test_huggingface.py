@@ -143,23 +143,30 @@ def adapted(rank: int, n: int, stage: int | None) -> dict[str, torch.Tensor]:
 
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0, init_lora_weights=False)
-    model = get_peft_model(tiny_llama(dtype=torch.float32), config)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+    model = get_peft_model(tiny_llama(layers=8), config)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    assert len(trainable) == 8 * 2 * 3  # two matrices for each of three modules in each block
+    start = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trainable, lr=1e-3, eps=1e-4, weight_decay=0.0)
     if stage is not None:
         zerostage.shard(model, optimizer, stage=stage)
     for step in range(3):
         tokens = joined_batch(n, step) if stage is None else batch(rank, step)
         model(**tokens).loss.backward()
-        trainable = [p for p in model.parameters() if p.requires_grad]
         assert all(p.grad is not None for p in trainable)
+        if stage is not None:
+            found = zerostage.audit(model, optimizer)
+            assert found.without_gradient == [] and "48 of 48 trainable parameters have a gradient." in found.notes
         optimizer.step()
         optimizer.zero_grad()
-    return dict(model.state_dict()) if stage is None else zerostage.full_state_dict(model, rank0_only=False)
+    state = dict(model.state_dict()) if stage is None else zerostage.full_state_dict(model, rank0_only=False)
+    assert not any(torch.equal(state[name], value) for name, value in start.items())  # no gradient was zero
+    return state
 
 
 def test_B6_lora_trains_every_adapter() -> None:
     plain = adapted(0, 2, None)
-    start = tiny_llama().state_dict()
+    start = tiny_llama(layers=8).state_dict()
     for stage in range(4):
         for state in run(adapted, n=2, stage=stage):
             assert state.keys() == plain.keys()
@@ -169,12 +176,16 @@ def test_B6_lora_trains_every_adapter() -> None:
     assert torch.equal(frozen, start["model.layers.0.mlp.up_proj.weight"])
 
 
-def preferred(rank: int, n: int, stage: int | None) -> dict[str, torch.Tensor]:
+def preferred(rank: int, n: int, stage: int | None, checkpointing: bool) -> dict[str, torch.Tensor]:
     policy, reference = tiny_llama(), tiny_llama(seed=1).requires_grad_(False)
+    if checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     if stage is not None:
         zerostage.shard(policy, optimizer, stage=stage)
         zerostage.shard(reference, stage=stage)
+    with torch.no_grad():
+        policy(**batch(rank, 90)), reference(**batch(rank, 90))
 
     def score(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         log = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
@@ -186,7 +197,7 @@ def preferred(rank: int, n: int, stage: int | None) -> dict[str, torch.Tensor]:
             margin = score(reference, chosen) - score(reference, rejected)
         return -nn.functional.logsigmoid(0.1 * (score(policy, chosen) - score(policy, rejected) - margin)).mean()
 
-    for step in range(3):
+    for step in range(5):
         total = loss(rank, step) if stage is not None else torch.stack([loss(r, step) for r in range(n)]).mean()
         total.backward()
         optimizer.step()
@@ -197,10 +208,11 @@ def preferred(rank: int, n: int, stage: int | None) -> dict[str, torch.Tensor]:
     return whole | {f"reference.{k}": v for k, v in zerostage.full_state_dict(reference, rank0_only=False).items()}
 
 
-def test_N3_D5_a_policy_beside_a_frozen_reference() -> None:
-    plain = preferred(0, 2, None)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_N3_D5_a_policy_beside_a_frozen_reference(checkpointing: bool) -> None:
+    plain = preferred(0, 2, None, checkpointing)
     for stage in range(4):
-        for state in run(preferred, n=2, stage=stage):
+        for state in run(preferred, n=2, stage=stage, checkpointing=checkpointing):
             for key, value in plain.items():
                 if key.startswith("reference."):
                     assert torch.equal(state[key], value)

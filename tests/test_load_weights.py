@@ -76,9 +76,69 @@ def test_tied_weights_load_from_one_name(tmp_path: Path) -> None:
         assert torch.equal(result["loaded"]["lm_head.weight"], source.lm_head.weight.bfloat16())
 
 
-def load_failing(rank: int, n: int, folder: str, tie: bool = False) -> str:
+def load_and_tie(rank: int, n: int, folder: str) -> list[dict]:
+    found = []
+    for stage in (0, 3):
+        model = on_meta(tie=True)
+        zerostage.shard(model, stage=stage)
+        zerostage.load_weights(model, folder)
+        found.append(zerostage.full_state_dict(model, rank0_only=False))
+    return found
+
+
+def test_A6_tied_in_the_config_and_twice_the_same_in_the_file(tmp_path: Path) -> None:
+    source = tiny_llama()
+    source.lm_head.weight.data.copy_(source.model.embed_tokens.weight.data)
+    save_file(dict(source.state_dict()), tmp_path / "model.safetensors")
+    for by_stage in run(load_and_tie, n=2, folder=str(tmp_path)):
+        for state in by_stage:
+            assert all(torch.equal(state[name], value) for name, value in source.state_dict().items())
+
+
+class Few(torch.nn.Module):
+    """Three elements, in two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (torch.nn.Parameter(torch.randn(size)) for size in (1, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x + self.one) * self.two.sum()).square().mean()
+
+
+def few(rank: int, n: int, folder: str) -> list[dict]:
+    found = []
+    for stage in range(4):
+        with torch.device("meta"):
+            model = Few()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zerostage.shard(model, optimizer, stage=stage)
+        zerostage.load_weights(model, folder)
+        model(torch.full((3,), rank + 1.0)).backward()
+        norm = zerostage.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        found.append(zerostage.full_state_dict(model, rank0_only=False) | {"norm": norm})
+        zerostage.close(model)
+    return found
+
+
+def test_L3_fewer_elements_than_ranks_on_the_meta_device(tmp_path: Path) -> None:
+    plain = Few()
+    save_file(dict(plain.state_dict()), tmp_path / "model.safetensors")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    torch.stack([plain(torch.full((3,), rank + 1.0)) for rank in range(4)]).mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    optimizer.step()
+    assert norm > 0.5
+    for by_stage in run(few, n=4, folder=str(tmp_path)):
+        for state in by_stage:
+            # 1e-6: the mean over ranks is summed in another order
+            torch.testing.assert_close(state, dict(plain.state_dict()) | {"norm": norm}, rtol=1e-6, atol=1e-6)
+
+
+def load_failing(rank: int, n: int, folder: str, tie: bool = False, stage: int = 3) -> str:
     model = on_meta(tie)
-    zerostage.shard(model, stage=3)
+    zerostage.shard(model, stage=stage)
     with pytest.raises((KeyError, ValueError, FileNotFoundError)) as caught:
         zerostage.load_weights(model, folder)
     return str(caught.value)
@@ -103,8 +163,9 @@ def test_another_shape_is_named(tmp_path: Path) -> None:
 def test_A6_tied_in_the_config_and_different_in_the_file(tmp_path: Path) -> None:
     state = dict(tiny_llama().state_dict())
     save_file(state, tmp_path / "model.safetensors")
-    for message in run(load_failing, n=2, folder=str(tmp_path), tie=True):
-        assert "model.embed_tokens.weight" in message and "lm_head.weight" in message and "different values" in message
+    for stage in (0, 3):
+        for message in run(load_failing, n=2, folder=str(tmp_path), tie=True, stage=stage):
+            assert "model.embed_tokens.weight" in message and "lm_head.weight" in message and "different values" in message
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:

@@ -63,19 +63,39 @@ def test_without_prefetch_nothing_is_gathered_early() -> None:
                 assert events[place + 1] == ("ready", unit)
 
 
-def most_gathered(rank: int, n: int, prefetch: int) -> int:
-    events = one_step_events(rank, n, prefetch)
-    now = most = 0
-    for kind, unit in events:
-        if unit != "root":
-            now += {"gather": 1, "free": -1}.get(kind, 0)
-            most = max(most, now)
-    return most
+def most_gathered(rank: int, n: int, prefetch: int) -> tuple[float, int]:
+    """How many of 12 equal blocks have memory for their whole weights, at most and after the step."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(12)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zerostage.shard(model, optimizer, stage=3, prefetch=prefetch)
+    units = engine_of(model).units
+    assert len(units) == 12 and len({unit.nbytes for unit in units}) == 1
+    seen: list[float] = []
+
+    def look(*_: Any) -> None:
+        held = sum(flat.whole.untyped_storage().nbytes() for flat in engine_of(model).flats)
+        seen.append(held / units[0].nbytes)
+
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_pre_hook(look)
+            module.register_forward_hook(look)
+            module.register_full_backward_pre_hook(look)
+            module.register_full_backward_hook(look)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(look)
+    for _ in range(2):
+        model(torch.ones(2, 16, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    most = max(seen)
+    look()
+    return most, seen[-1]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_I2_at_most_one_and_the_prefetched_units_are_gathered(prefetch: int) -> None:
-    assert run(most_gathered, n=2, prefetch=prefetch) == [1 + prefetch] * 2
+    assert run(most_gathered, n=2, prefetch=prefetch) == [(1 + prefetch, 0)] * 2
 
 
 class Branches(nn.Module):
@@ -147,6 +167,15 @@ def test_C2_modules_that_only_some_ranks_use() -> None:
 
 
 def crossed(rank: int, n: int, stage: int) -> str:
+    model, order = Branches(blocks=2), [[0, 1], [1, 0]][rank]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zerostage.shard(model, optimizer, stage=stage)
+    x = torch.ones(3, 8)
+    loss = model(x, order)
+    assert torch.equal(loss, Branches(blocks=2)(x, order))  # each got the weights of its own module
+    loss.backward()
+    with pytest.raises(zerostage.OrderError, match="rank 0 ran 'blocks.0', rank 1 ran 'blocks.1'"):
+        optimizer.step()
     started = time.monotonic()
     with pytest.raises(zerostage.OrderError) as caught:
         ordered(rank, n, [[[0, 1, 2, 3], [0, 2, 1, 3]]] * 2, stage=stage)
@@ -181,6 +210,26 @@ def test_a_rank_that_leaves_out_a_call_is_found_out(what: str) -> None:
     assert any("rank 0 waits for" in m and "rank 1 waits for" in m for m in messages), messages
 
 
+def shapes_of(model: nn.Module) -> list[tuple]:
+    return [(name, tuple(p.shape), p.requires_grad, p.numel(), p.dtype) for name, p in model.named_parameters()]
+
+
+def shapes_at_every_stage(rank: int, n: int) -> list[list[tuple]]:
+    found = []
+    for stage in range(4):
+        model = tiny_llama()
+        model.model.norm.requires_grad_(False)
+        zerostage.shard(model, stage=stage)
+        found.append(shapes_of(model))
+    return found
+
+
+def test_D7_names_and_shapes_are_the_same_on_all_ranks() -> None:
+    plain = tiny_llama()
+    plain.model.norm.requires_grad_(False)
+    assert run(shapes_at_every_stage, n=3) == [[shapes_of(plain)] * 4] * 3
+
+
 def touched(rank: int, n: int) -> dict[str, Any]:
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -201,15 +250,13 @@ def touched(rank: int, n: int) -> dict[str, Any]:
         with pytest.raises(RuntimeError) as caught:
             use()
         said[name] = str(caught.value)
-    shapes = [(name, tuple(p.shape), p.requires_grad, p.numel(), p.dtype) for name, p in model.named_parameters()]
     assert "up_proj" in repr(model) and isinstance(weight, nn.Parameter)
-    return {"said": said, "shapes": shapes}
+    return {"said": said, "shapes": shapes_of(model)}
 
 
 def test_D7_a_weight_at_rest_keeps_its_shape_and_says_what_to_do() -> None:
-    plain = [(name, tuple(p.shape), p.requires_grad, p.numel(), p.dtype) for name, p in tiny_llama().named_parameters()]
     for result in run(touched, n=3):
-        assert result["shapes"] == plain
+        assert result["shapes"] == shapes_of(tiny_llama())
         for name, message in result["said"].items():
             assert "is divided over 3 ranks" in message and "zerostage.gathered(model)" in message, (name, message)
 

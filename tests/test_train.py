@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import ranks
 import torch
 from models import tiny_llama
 
@@ -161,9 +163,9 @@ def test_the_saved_model_has_the_last_held_out_loss(stages, corpus, tmp_path):
 
 def test_one_rank_and_two_see_the_same_batches(folder, corpus, tmp_path):
     runs = []
-    for ranks in (1, 2):
-        metrics = tmp_path / f"{ranks}.jsonl"
-        run(command(folder, corpus, "--ranks", ranks, "--global-batch", 4, "--precision", "fp32", "--metrics", metrics))
+    for count in (1, 2):
+        metrics = tmp_path / f"{count}.jsonl"
+        run(command(folder, corpus, "--count", count, "--global-batch", 4, "--precision", "fp32", "--metrics", metrics))
         runs.append(read(metrics))
     for one, two in zip(runs[0][0], runs[1][0]):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
@@ -171,7 +173,7 @@ def test_one_rank_and_two_see_the_same_batches(folder, corpus, tmp_path):
     assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-5)
 
 
-def test_under_torchrun_and_slurm_it_joins_the_job(folder, corpus, tmp_path):
+def test_Q4_under_torchrun_and_slurm_it_joins_the_job(folder, corpus, tmp_path):
     metrics = [tmp_path / "torchrun.jsonl", tmp_path / "slurm.jsonl"]
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     run(command(folder, corpus, "--metrics", metrics[0]), python=torchrun)
@@ -197,7 +199,7 @@ def test_under_torchrun_and_slurm_it_joins_the_job(folder, corpus, tmp_path):
     assert [s["loss"] for s in first[0]] == [s["loss"] for s in second[0]]
 
 
-def test_two_jobs_at_once_while_the_usual_port_is_taken(folder, corpus, tmp_path):
+def test_Q1_two_jobs_at_once_while_the_usual_port_is_taken(folder, corpus, tmp_path):
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -211,6 +213,52 @@ def test_two_jobs_at_once_while_the_usual_port_is_taken(folder, corpus, tmp_path
             assert job.returncode == 0, errors
     losses = [[s["loss"] for s in read(tmp_path / f"{i}.jsonl")[0]] for i in range(2)]
     assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+class Sentinel:
+    """A hook that does nothing: the graph that holds it is what keeps it alive."""
+
+    def __call__(self, gradient):
+        return None
+
+
+def left_over(rank, n, flags):
+    """Train, and count before each forward of the model what lives of the logits and graphs of those before it."""
+    from transformers import LlamaForCausalLM
+
+    from zerostage.train import loop
+    from zerostage.train.config import derive_batch, load
+
+    made, alive = [], []
+
+    def before(module, args):
+        if isinstance(module, LlamaForCausalLM):
+            alive.append(sum(reference() is not None for reference in made))
+
+    def after(module, args, output):
+        if isinstance(module, LlamaForCausalLM):
+            made.append(weakref.ref(output.logits))
+            if output.logits.requires_grad:
+                sentinel = Sentinel()
+                output.logits.register_hook(sentinel)
+                made.append(weakref.ref(sentinel))
+
+    handles = [
+        torch.nn.modules.module.register_module_forward_pre_hook(before),
+        torch.nn.modules.module.register_module_forward_hook(after),
+    ]
+    loop.train(derive_batch(load(None, flags)))
+    for handle in handles:
+        handle.remove()
+    return alive, len(made)
+
+
+def test_I7_logits_and_graph_of_a_forward_are_gone_before_the_next(folder, corpus, tmp_path):
+    flags = {"model": str(folder), "data": corpus, "ranks": 2, "steps": 3, "accumulation": 2, "sequence_length": 16,
+             "eval_samples": 4, "eval_every": 1, "metrics": str(tmp_path / "m.jsonl")}  # fmt: skip
+    for alive, made in ranks.run(left_over, n=2, flags=flags):
+        assert alive == [0] * len(alive)
+        assert made == len(alive) + 3 * 2 and len(alive) == 3 * 2 + 4 * 2  # a graph in training, none in evaluation
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_the_schedule_waits(folder, corpus, tmp_path):

@@ -21,7 +21,8 @@ _HOME = {
     "save_weights": "export",
     "EMA": "ema",
     **dict.fromkeys(
-        ("shard", "no_sync", "gathered", "clip_grad_norm_", "full_state_dict", "memory", "traffic", "close"), "engine"
+        ("shard", "reserve", "no_sync", "gathered", "clip_grad_norm_", "full_state_dict", "memory", "traffic", "close"),
+        "engine",
     ),
 }
 __all__ = sorted(_HOME)

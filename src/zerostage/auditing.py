@@ -55,6 +55,12 @@ class Audit:
     formula: dict[str, float] = field(default_factory=dict)
     #: The largest group of parameters that is gathered as one, and its share of the model; None where nothing is gathered.
     largest_unit: tuple[str, float] | None = None
+    #: Trainable parameters that have no gradient from any rank's backward. None where no gradients are held at
+    #: this moment, and for other engines than zerostage's.
+    without_gradient: list[str] | None = None
+    #: Trainable parameters of which no update so far has changed a bit, on any rank, among up to a million elements
+    #: of each part (zerostage's engine only).
+    unmoved: list[str] = field(default_factory=list)
     #: What a reader should know besides, in plain sentences.
     notes: list[str] = field(default_factory=list)
 
@@ -87,7 +93,11 @@ def audit(model: nn.Module, optimizer: Any = None, *, group: dist.ProcessGroup |
     Understands zerostage, plain torch, DistributedDataParallel, ZeroRedundancyOptimizer,
     FSDP, FSDP2 (`fully_shard`) and DeepSpeed engines (give the engine as `model`). Where a
     process group is initialised this is a collective call: every rank of `group` (default:
-    all) must make it, at the same point of its step. It changes nothing and reads no values.
+    all) must make it, at the same point of its step. It changes nothing.
+
+    Of zerostage's engine it also tells which trainable parameters have no gradient, and which
+    have the same bits as before the first step: unused ones, and those whose updates are
+    smaller than their dtype can hold.
 
     The best moment is between backward and `optimizer.step()`, from the second step on,
     when all terms exist. At other moments some things cannot be measured, and are handled so:
@@ -138,6 +148,8 @@ def audit(model: nn.Module, optimizer: Any = None, *, group: dist.ProcessGroup |
     share = max(((name, size / parameters) for name, (size, _) in held.units.items()), key=lambda unit: unit[1], default=None)
     if share is not None and n > 1:
         notes.append(_unit_note(*share))
+    without_gradient, unmoved, told = _training(reports, [name for name, p in whole.items() if p.trainable and p.numel])
+    notes += told
     formula = _formula(held, whole, degrees, parameters)
     notes += _replicated(at_rest, first, n) + _disagreements(reports)
     if first.configured_stage is not None and stage != first.configured_stage:
@@ -158,6 +170,8 @@ def audit(model: nn.Module, optimizer: Any = None, *, group: dist.ProcessGroup |
         bytes_per_parameter={term: held.bytes[term] / parameters for term in TERMS},
         formula=formula,
         largest_unit=share,
+        without_gradient=without_gradient,
+        unmoved=unmoved,
         notes=notes,
     )
 
@@ -269,6 +283,24 @@ def _formula(held: Holdings, whole: dict, degrees: Partition | None, parameters:
             size = sum(p.numel * (p.itemsize if term == "weights" else held.itemsize[term]) for p in counted)
             result[term] = size / divided.get(term, degrees.optimizer) / parameters
     return result
+
+
+def _training(reports: list[Holdings], trainable: list[str]) -> tuple[list[str] | None, list[str], list[str]]:
+    """The trainable parameters without a gradient, those that no update has changed, and notes on both."""
+    notes: list[str] = []
+    given = [report.with_gradient for report in reports if report.with_gradient is not None]
+    without = [name for name in trainable if not any(name in names for names in given)] if given else None
+    if without is not None:
+        rest = f"; without one on any rank: {_some(without)}." if without else "."
+        notes.append(f"{len(trainable) - len(without)} of {len(trainable)} trainable parameters have a gradient{rest}")
+    still = [name for name in trainable if {r.unmoved[name] for r in reports if name in r.unmoved} == {True}]
+    if still:
+        steps = f"{reports[0].updates} step" + "s" * (reports[0].updates > 1)
+        notes.append(
+            f"{len(still)} of {len(trainable)} trainable parameters have the same bits as before the first step, "
+            f"after {steps}: {_some(still)}. They have no gradient, a learning rate of 0, or updates too small for their dtype."
+        )
+    return without, still, notes
 
 
 def _unit_note(name: str, share: float) -> str:

@@ -23,6 +23,15 @@ def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return copy
 
 
+def states_per_element(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> int:
+    """How many numbers the optimizer keeps for each element of a parameter of `group`: a trial step tells."""
+    trial, parameter = bare_copy(optimizer), nn.Parameter(torch.zeros(2, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    trial.param_groups = [{**group, "params": [parameter]}]
+    trial.step()
+    return sum(isinstance(value, torch.Tensor) and value.shape == (2,) for value in trial.state[parameter].values())
+
+
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers whose update of one element depends on others.
 

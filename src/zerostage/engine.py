@@ -126,6 +126,8 @@ class Engine:
             result["average"] = result.get("average", []) + average.tensors()
         if aside := [flat.aside for flat in flats if flat.aside is not None]:
             result["set aside"] = aside
+        if self.driver is not None and self.driver.reserved:
+            result["reserved"] = list(self.driver.reserved.values())
         result["buffers"] = list(self.model.buffers())
         result["gathered"] = [flat.whole for flat in flats if flat.divided]
         result["in_flight"] = [flat.local for flat in trainable if flat.local is not None]
@@ -195,8 +197,9 @@ def shard(
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Divide a model's training state over the ranks, in place. Every rank must call it alike.
 
-    model: any module; rank 0's values are taken on all ranks. Built on the meta device, it
-        needs `load_weights` before its first forward.
+    model: any module; rank 0's values are taken on all ranks, of parameters and of buffers.
+        From then on each rank keeps its own buffers, such as BatchNorm's running statistics.
+        Built on the meta device, it needs `load_weights` before its first forward.
     optimizer: an elementwise torch optimizer built over `model.parameters()`. It stays the
         same object. Without one, the model can be run and differentiated but not stepped.
     stage: 0 to 3, or `partition` in its place.
@@ -382,6 +385,21 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def reserve(model: nn.Module) -> None:
+    """Take now the memory of the gradients and of the optimizer's state, which else come with the first backward and step.
+
+    So a run that does not fit ends in its first step and not in its second, whose forward and
+    backward are the first to run beside the state. The state itself is still made by the first
+    step, from the memory that is held for it until then ('reserved' in `memory(model).measured`).
+    State that has been loaded is counted in. Raises ValueError where the model was sharded without
+    an optimizer.
+    """
+    engine = require(model)
+    if engine.driver is None:
+        raise ValueError("the model was sharded without an optimizer, so there is no state to reserve memory for")
+    engine.driver.reserve()
+
+
 @contextmanager
 def gathered(what: nn.Module | nn.Parameter | Iterable[Any], write: bool = False) -> Iterator[None]:
     """Whole weights inside the block, on every rank; every rank must enter it alike.
@@ -460,7 +478,7 @@ def full_state_dict(
     On rank 0, empty on the others unless `rank0_only` is False. `trainable_only`: the
     parameters that require gradients now and nothing else. Gathered unit by unit and
     copied one tensor at a time; shared parameters appear under each name and share memory.
-    Every rank must call it.
+    Buffers, which each rank keeps for itself, are rank 0's. Every rank must call it.
     """
     engine = require(model)
     engine.check_places()
@@ -479,9 +497,12 @@ def full_state_dict(
     if not wanted or trainable_only:
         return values
     for prefix, module in engine.model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                values[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                name = f"{prefix}.{key}" if prefix else key
+                values[name] = buffer.detach().to("cpu", copy=True)
+                if not rank0_only:
+                    engine.world.broadcast(values[name], f"the buffer {name}")
     return values
 
 

@@ -14,6 +14,7 @@ are being sent, the next unit is updated.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from zerostage.collectives import Pending, World, piece_size, proceed
-from zerostage.elementwise import bare_copy, check_elementwise
+from zerostage.elementwise import bare_copy, check_elementwise, states_per_element
 from zerostage.flat import Flat
 from zerostage.norm import not_finite, own_finite
 from zerostage.schedule import Schedule
@@ -86,6 +87,9 @@ class Driver:
                 self.include(flat)
         self._managed = {id(p) for flat in schedule.flats for p in flat.parameters}
         self.known_norm: tuple[Any, float] | None = None
+        self.reserved: dict[Flat, torch.Tensor] = {}  # what states will take that the first step makes
+        self.calls = self.updates = 0  # steps so far, and those of them that were not skipped
+        self._first: dict[Segment, int] = {}  # a mark of each segment's weights before the first update
         self._parked: list[list[Any]] | None = None
         self._inner = bare_copy(optimizer)
         self._adopt_state(dict(optimizer.state), whole=True)
@@ -144,6 +148,23 @@ class Driver:
                     result.setdefault(name, []).append(value)
         return result
 
+    def reserve(self) -> None:
+        """Hold the memory that gradients and states will take, until the first step makes the states."""
+        sizes = {
+            id(p): states_per_element(self.optimizer, group, p.device)
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+        }
+        for flat, segments in self.segments.items():
+            flat.ensure_grad()
+            missing = [s for s in segments if not self._inner.state.get(s.master)]
+            size = sum(s.master.numel() * sizes.get(id(s.parameter), 0) for s in missing)
+            self.reserved[flat] = torch.zeros(size, dtype=flat.master.dtype, device=flat.device)
+
+    def unmoved(self) -> list[tuple[nn.Parameter, bool]]:
+        """For each parameter that this rank updates a part of, whether that has the bits of before the first update (`_mark`)."""
+        return [(s.parameter, mark == _mark(s.flat.step_weights[s.slice])) for s, mark in self._first.items()]
+
     # The step
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -171,9 +192,15 @@ class Driver:
 
     def _step(self) -> None:
         self._refuse_if_not_ready()
+        self.calls += 1
         used = self._agree()
+        if self.world.notes is not None:
+            self.world.notes.steps = self.calls
         if used is None:
             return
+        if not self.updates:
+            self._first = {s: _mark(f.step_weights[s.slice]) for f, segments in self.segments.items() for s in segments}
+        self.updates += 1
         groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         sending: list[tuple[Iterator[Pending], Pending]] = []
         for unit in self.schedule.units:
@@ -190,8 +217,6 @@ class Driver:
                     sending += proceed([(flat.publish(), Pending())])
         while sending:
             sending = proceed(sending)
-        if self.world.notes is not None:
-            self.world.notes.steps += 1
 
     def _refuse_if_not_ready(self) -> None:
         for number, group in enumerate(self.optimizer.param_groups):
@@ -240,7 +265,7 @@ class Driver:
         parts = [f"{kind} in '{name}' (slice of rank {r})" for r, mine in enumerate(found) for name, kind in mine]
         more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
         message = (
-            f"step skipped on all ranks, weights and optimizer state unchanged: the gradient has "
+            f"step {self.calls} skipped on all ranks, weights and optimizer state unchanged: the gradient has "
             f"{', '.join(parts[:3])}{more} ({self.optimizer.skipped_steps} skipped so far)"
         )
         log.log(logging.WARNING if self.world.rank == 0 else logging.DEBUG, message)
@@ -248,6 +273,7 @@ class Driver:
     def _update(self, flat: Flat, segments: list[Segment], groups: dict[int, int]) -> None:
         if not segments:
             return
+        self.reserved.pop(flat, None)
         gradient = flat.settled_grad()
         for number, group in enumerate(self.optimizer.param_groups):
             chosen = [s for s in segments if groups[id(s.parameter)] == number]
@@ -311,6 +337,12 @@ class Driver:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _mark(values: torch.Tensor) -> int:
+    """A checksum of the bits of at most a million of the values, spread over all."""
+    sample = values[:: 1 + values.numel() // 1_000_000].contiguous()
+    return zlib.crc32(sample.view(torch.uint8).cpu().numpy())
 
 
 def _may_fuse(group: dict[str, Any]) -> bool:

@@ -62,8 +62,9 @@ class SavedWeights:
     def _pack(self, tensor: torch.Tensor) -> Any:
         flat = self.flat_of(tensor)
         if flat is None:
+            # a node that saved its own result would hold itself, for ever where no backward frees it; and
             # with hooks, torch leaves out its own check for changes in place
-            return tensor, tensor._version
+            return tensor.detach(), tensor._version
         return flat, flat.generation, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def _unpack(self, saved: Any) -> torch.Tensor:

@@ -81,6 +81,11 @@ class Holdings:
     #: The engine keeps whole gradients while backward runs, whatever is left of them after it.
     gradients_whole_in_backward: bool = False
     slack: int = 0  #: elements of padding that flat buffers may have for each parameter and rank, where `padded` is not said
+    #: Parameters with a gradient from this rank's backward; None where none is held, or the engine does not tell.
+    with_gradient: set[str] | None = None
+    #: Parameters that this rank updates a part of -> whether no update so far has changed any bit of it.
+    unmoved: dict[str, bool] = field(default_factory=dict)
+    updates: int = 0  #: steps so far, skipped ones apart, where the engine counts them
     gathered: int = 0  #: bytes of whole weights that are there only for the moment; they count as other
     notes: list[str] = field(default_factory=list)
     #: Storage -> the term it counts for, and the elements of its views that were added so far.
@@ -198,6 +203,13 @@ def _zerostage(held: Holdings, model: nn.Module, optimizer: Any, engine: Any) ->
         slot, unit = p._flat.layout.slots[p._index], p._flat.unit.name
         held.parameters[name] = Parameter(p.numel(), p.itemsize, p.requires_grad, slot.stop - slot.start)
         held.units[unit] = (held.units.get(unit, (0, None))[0] + p.numel(), None)
+    trained = [flat for flat in engine.flats if flat.trainable]
+    if any(flat.reduced or flat.arrived for flat in trained):
+        given = (id(flat.parameters[index]) for flat in trained for index in flat.contributed | flat.arrived)
+        held.with_gradient = {names[key] for key in given if key in names}
+    if engine.driver is not None:
+        held.updates = engine.driver.updates
+        held.unmoved = {names[id(p)]: still for p, still in engine.driver.unmoved() if id(p) in names}
     for term in ("weights", "gradients", "master"):
         for tensor in storages.pop(term, ()):
             held.add(term, tensor)

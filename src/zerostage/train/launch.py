@@ -39,6 +39,7 @@ def place(environ: dict[str, str]) -> bool:
     if "RANK" not in environ and "SLURM_PROCID" in environ and environ.get("SLURM_NTASKS") != "1":
         _require(SLURM, environ)
         _from_slurm(environ)
+        _require((*SLURM, "MASTER_ADDR", "MASTER_PORT"), environ)
     if not any(name in environ for name in TORCHRUN):
         return False
     _require(TORCHRUN, environ)
@@ -54,24 +55,34 @@ def default_ranks(device: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
+def additions(environ: dict[str, str], device: str, platform: str) -> dict[str, str]:
+    """What ranks on this `platform` (as in `sys.platform`) need in their environment that `environ` does not decide."""
+    needed = {}
+    if device == "cpu":
+        needed["OMP_NUM_THREADS"] = "1"  # more threads than cores would only take turns
+    if platform == "win32":
+        needed["USE_LIBUV"] = "0"  # torch's Windows builds come without libuv
+    return {name: value for name, value in needed.items() if name not in environ}
+
+
 def start(command: list[str], ranks: int, device: str) -> int:
     """Run `command` once per rank on this machine and return the exit code of the whole.
 
     0 when all ranks end well; 130 after Ctrl-C and 128 + the signal after another one; else
     1, after showing the first rank that failed. The ranks meet at a free port. When one rank
     ends badly the others are ended too. On the CPU a rank has one thread unless
-    OMP_NUM_THREADS says otherwise: more ranks than cores would only take turns.
+    OMP_NUM_THREADS says otherwise; on Windows USE_LIBUV is 0 unless it is set.
     """
-    if sys.platform == "win32":
-        os.environ["USE_LIBUV"] = "0"  # torch's Windows builds come without libuv
+    added = additions(os.environ, device, sys.platform)
+    os.environ.update(added)
+    if "USE_LIBUV" in added:
+        print("USE_LIBUV=0 is set for the ranks: torch's Windows builds come without libuv", file=sys.stderr)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The agent logs each failure several times over; what matters is printed below, once.
     logging.disable(logging.CRITICAL)
-    if device == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="zerostage-") as reports:
         os.environ[REPORTS], os.environ[PARENT] = reports, str(os.getpid())
         config = LaunchConfig(

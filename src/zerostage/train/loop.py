@@ -129,10 +129,18 @@ def accumulate(model, micro_batches, ranks: int, device) -> float:
     valid = total(sum(int((labels != data.IGNORED).sum()) for _, labels in micro_batches), device)
     sum_of_losses = torch.zeros((), dtype=torch.float64, device=device)
     for inputs, labels in micro_batches:
-        loss = loss_sum(model, inputs, labels, device)
-        (loss * (ranks / valid)).backward()
-        sum_of_losses += loss.detach().double()
+        sum_of_losses += backward(model, inputs, labels, ranks / valid, device)
     return total(sum_of_losses, device) / valid
+
+
+def backward(model, inputs, labels, scale: float, device) -> torch.Tensor:
+    """Back-propagate `scale` times the sum of the losses, and return the sum, fp64.
+
+    The loss and what is left of its graph end with this call, before the next forward.
+    """
+    loss = loss_sum(model, inputs, labels, device)
+    (loss * scale).backward()
+    return loss.detach().double()
 
 
 def loss_sum(model, inputs, labels, device) -> torch.Tensor:

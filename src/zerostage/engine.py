@@ -459,6 +459,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     A norm that is not finite changes nothing; the step that follows is skipped.
     """
     engine = require(model)
+    engine.schedule.refuse_unreduced("clip_grad_norm_")
     flats = [flat for flat in engine.flats if flat.trainable]
     norm = grad_norm(flats, engine.world, float(norm_type))
     result = torch.tensor(norm, dtype=torch.float32)

@@ -177,9 +177,13 @@ class Flat:
         base = self.bounds[3][0]
         for index, first, last in self.layout.segments(*self.bounds[3]) if changed else ():
             if index in changed:
-                master, weights = (t[first - base : last - base] for t in (self.master, self.step_weights))
-                torch.where(master.to(self.dtype) == weights, master, weights.to(self.master_dtype), out=master)
+                self._follow(slice(first - base, last - base))
         self.note_versions()
+
+    def _follow(self, part: slice = slice(None)) -> None:
+        """Give masters in `part` of the optimizer's slice the weights' values; one that its weight still shows stays."""
+        master, weights = self.master[part], self.step_weights[part]
+        torch.where(master.to(self.dtype) == weights, master, weights.to(self.master_dtype), out=master)
 
     def note_versions(self) -> None:
         self._versions = [parameter._version for parameter in self.parameters]
@@ -197,7 +201,7 @@ class Flat:
         if self.divided:
             self.shard.copy_(self.mine)
         if self.has_master:
-            self.master.copy_(self.step_weights)
+            self._follow()
         self.note_versions()
 
     def publish(self) -> Iterator[Pending]:
@@ -284,7 +288,7 @@ class Flat:
         self.contributed |= self.arrived
         self.arrived.clear()
         self.reducing = True
-        if self._held is None and self.reduced:
+        if self.reduced:
             self._settle()
         what = f"the gradients of {self.unit.name}"
         buffer, self.local = self.local, None
@@ -317,10 +321,10 @@ class Flat:
         self.world.in_flight.change(by)
 
     def visible_gradient(self, index: int) -> torch.Tensor | None:
-        """What `p.grad` shows: None, the gradient where it is whole and reduced here, or a stand-in."""
+        """What `p.grad` shows: None, the gradient where it is whole and in one piece here, or a stand-in."""
         if index not in self.kept | self.arrived:
             return None
-        if self.world.partition.optimizer > 1:
+        if self.world.partition.optimizer > 1 or self._held is not None:
             return guard.DividedGradient.of(self, index)
         slot = self.layout.slots[index]
         return self.grad[slot.start : slot.start + slot.numel].view(slot.shape)
@@ -360,11 +364,11 @@ class Flat:
         self._stale.clear()
 
     def _zero_kept(self, index: int) -> None:
-        base, end = self.bounds[3]
+        kept, (base, end) = (self.step_grad, self.bounds[3]) if self._held is None else (self._held, self.bounds[4])
         slot = self.layout.slots[index]
         first, last = max(slot.start, base), min(slot.stop, end)
         if first < last:
-            self.step_grad[first - base : last - base].zero_()
+            kept[first - base : last - base].zero_()
 
     def settled_grad(self) -> torch.Tensor:
         """`step_grad`, with forgotten parts zero."""

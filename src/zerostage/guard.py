@@ -99,9 +99,9 @@ def _divided_message(args: Any, kwargs: Any, operation: str) -> str:
     found = _find(DividedGradient, args, kwargs)
     name = found.flat.layout.slots[found.index].name if found is not None else "a parameter"
     return (
-        f"the gradient of '{name}' is divided over the ranks, so '{operation}' cannot be computed on it here. "
-        "To clip by the global norm call zerostage.clip_grad_norm_(model, max_norm); to update the weights "
-        "pass the optimizer to zerostage.shard(model, optimizer)"
+        f"the gradient of '{name}' is divided over the ranks (or, since a backward within no_sync, not all reduced), so "
+        f"'{operation}' cannot be computed on it here. To clip by the global norm call zerostage.clip_grad_norm_(model, "
+        "max_norm); to update the weights pass the optimizer to zerostage.shard(model, optimizer)"
     )
 
 

@@ -230,11 +230,7 @@ class Driver:
         held = [unit.name for unit in self.schedule.units if unit.pinned]
         if held:
             raise RuntimeError(f"optimizer.step() within `gathered` of {held[0]}: leave the block before the step")
-        if any(flat.local is not None for flat in self.flats if flat.arrived):
-            raise RuntimeError(
-                "optimizer.step() after a backward within no_sync only: its gradients have not been reduced. "
-                "Run the last backward before the step outside no_sync"
-            )
+        self.schedule.refuse_unreduced("optimizer.step()")
 
     def _agree(self) -> set[tuple[Flat, int]] | None:
         """What all ranks decide together: None to skip the step, else the parameters that have a gradient anywhere.

@@ -72,7 +72,8 @@ class Schedule:
         self._backward_done = False  # since the last forward
         self._in_session = False  # a backward is under way
         self._task: Any = lambda: None  # what autograd will call at its end
-        self._accumulates = False  # it produces gradients for parameters
+        self._accumulates = False  # it produces gradients for parameters, or reduces those of a backward before it
+        self._unreduced = False  # the last one was within no_sync
         self._expected: set[tuple[Unit, int]] = set()  # units looked at, by autograd task
         self._waits: dict[Unit, set[tuple[Flat, int]]] = {}  # by unit: gradients that this backward will still produce
         self._running: dict[Unit, int] = {}  # by unit: calls that backward has entered and not left
@@ -142,7 +143,7 @@ class Schedule:
                 self._make_resident(unit)  # what it returns is a view of its weights
             if torch.is_grad_enabled():
                 watched = self._watch_outputs(unit, call, output)
-                if not watched and output is not None and any(flat.trainable for flat in unit.flats):
+                if not watched and output is not None and unit.trained:
                     self._keep_for_backward(unit)
             if in_backward():
                 return  # a recomputed forward: the backward that asked for it needs the weights next
@@ -192,7 +193,8 @@ class Schedule:
         self._release_all()
         if torch.is_grad_enabled():
             for tensor in outputs:
-                if tensor.requires_grad and not tensor.is_leaf:
+                # an input that is handed back, too: where this rank has skipped all modules
+                if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                     tensor.register_hook(self._begin_backward)
 
     def _refuse_transform(self) -> None:
@@ -211,7 +213,6 @@ class Schedule:
         if in_backward():
             self._start_session()
             self.backward_order.visit(unit)
-            self._reduce_ready()
         else:
             self._used.add(unit)
             if self._depth:
@@ -226,6 +227,8 @@ class Schedule:
         if unit.state is State.GATHERING:
             unit.arrive()
         self.record("ready", unit)
+        if in_backward():  # after the gather, whose turn these reductions would else pass over
+            self._reduce_ready()
         self._fill()
 
     def _advance(self, walk: Pass) -> None:
@@ -238,7 +241,8 @@ class Schedule:
         """Take part in gathering a unit that this rank has not used where its turn was."""
         unit = walk.next()
         self._advance(walk)
-        if walk.learned and unit.state is State.GATHERING and not unit.pinned:
+        kept = unit.pinned or unit.resident or unit in self._touched  # may be needed later in the pass
+        if walk.learned and unit.state is State.GATHERING and not kept:
             unit.arrive()
             self.release(unit)
 
@@ -326,7 +330,7 @@ class Schedule:
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> None:
         """Frozen weights produce no gradient that tells when backward is done with them; the inputs' do."""
         unit = call.unit
-        if not torch.is_grad_enabled() or all(flat.trainable for flat in unit.flats):
+        if not torch.is_grad_enabled() or not unit.frozen:
             return
         inputs = [t for t in (*tensors_in(args), *tensors_in(kwargs)) if t.requires_grad]
         if inputs:
@@ -363,7 +367,9 @@ class Schedule:
         self._abandon_backward()
         self._in_session = self._backward_done = True
         trained = (p for unit in self.units for flat in unit.flats if flat.trainable for p in flat.parameters)
-        self._accumulates = accumulates and any(parameter.requires_grad for parameter in trained)
+        self._accumulates = accumulates and (self._unreduced or any(parameter.requires_grad for parameter in trained))
+        if self._accumulates:
+            self._unreduced = not self.sync
         self._expected, self._waits, self._complete, self._reduced = set(), {}, set(), []
         self.backward_order.seen, self.reduce_order.seen = {}, {}
         self._walk = Pass(self.backward_order.units, self.backward_order.learned) if self.divided else None
@@ -419,7 +425,7 @@ class Schedule:
         if self._waits.get(unit):
             return
         if unit.divided and unit.state is State.GATHERED and not unit.pinned and not self._running.get(unit):
-            if not (unit in self._touched or unit.resident and any(not flat.trainable for flat in unit.flats)):
+            if not (unit in self._touched or unit.resident and unit.frozen):
                 self.release(unit)
                 self._fill()
         if any(flat.arrived for flat in unit.flats) and unit not in self._complete:
@@ -513,6 +519,14 @@ class Schedule:
             self.world.notes.recovered()
         if self._task() is None:
             self._abandon_backward()
+
+    def refuse_unreduced(self, call: str) -> None:
+        """Raise where gradients of a backward within no_sync still wait for one outside it."""
+        if any(flat.local is not None and flat.arrived for flat in self.flats):
+            raise RuntimeError(
+                f"{call} after a backward within no_sync only: its gradients have not been reduced. "
+                "Run the last backward before it outside no_sync"
+            )
 
     def hold(self, units: list[Unit]) -> None:
         """Gather units and keep them until `let_go`."""

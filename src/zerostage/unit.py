@@ -46,6 +46,16 @@ class Unit:
         """Bytes of the whole weights."""
         return sum(flat.nbytes for flat in self.flats)
 
+    @property
+    def trained(self) -> bool:
+        """Whether a parameter of it is to be trained, as of now: parameters may be frozen at any time."""
+        return any(parameter.requires_grad for flat in self.flats for parameter in flat.parameters)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether a parameter of it is not to be trained, as of now."""
+        return not all(parameter.requires_grad for flat in self.flats for parameter in flat.parameters)
+
     def _move(self, before: State, after: State) -> None:
         if self.state is not before:
             raise AssertionError(f"unit {self.name} is {self.state.value}, not {before.value}")

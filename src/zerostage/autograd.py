@@ -38,20 +38,26 @@ def tensors_in(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iter
         yield from tensors_in(item, seen, depth + 1)
 
 
-def not_compiled(hook: Any) -> Any:
-    """Keep torch.compile out of a hook. Its module takes long to import, so it is used only where it is there."""
-    disabled: list[Any] = []
+_BETWEEN = "zerostage gathers and frees weights between the modules of a sharded model"
 
-    def outside(*args: Any, **kwargs: Any) -> None:
-        if "torch._dynamo" in sys.modules:
-            if not disabled:
-                disabled.append(torch._dynamo.disable(hook))
-            disabled[0](*args, **kwargs)
-        else:
-            hook(*args, **kwargs)
 
-    outside._torchdynamo_disable = True  # not traced into; what it calls would be, without the above
-    return outside
+def not_compiled(function: Any) -> Any:
+    """Keep torch.compile out of a function of the engine and of all that it calls.
+
+    What it does must happen anew each time, and a graph that had it inside would depend on
+    what is gathered at the moment.
+    """
+    return torch.compiler.disable(function, reason=_BETWEEN)
+
+
+def explain_fullgraph() -> None:
+    """To be called when a forward has raised: where torch.compile met the engine, say first what to compile instead."""
+    error = sys.exc_info()[1]
+    if _BETWEEN in str(error):
+        error.args = (
+            f"fullgraph=True cannot hold here: {_BETWEEN}. Compile its blocks with it before zerostage.shard, as in "
+            f"`for block in blocks: block.compile(fullgraph=True)`, or leave it out. torch.compile reports:\n{error}",
+        )
 
 
 def will_run(parameter: nn.Parameter) -> bool:

@@ -145,7 +145,8 @@ class Channel:
     def wait(self, pending: Pending, done: threading.Event) -> None:
         waited = time.monotonic()
         while not done.wait(STALL):
-            self.world.notes.compare(self.kind, pending.what, pending.number, time.monotonic() - waited)
+            needed = self.world.notes.compare(self.kind, pending.what, pending.number, time.monotonic() - waited)
+            self.world.help(needed)
         if time.monotonic() - waited > STALL:
             self.world.notes.withdraw()
 
@@ -260,6 +261,7 @@ class World:
         self._data: Any = None
         self._to_destroy: list[Any] = []
         self.notes: Notes | None = None
+        self.help: Callable[[int], None] = lambda needed: None  # issue gathers up to a number, while stuck
         if self.distributed and self.size > 1:
             # groups of our own, so that a user's collectives and ours never pair up; one for each kind of
             # agreement, so that where ranks disagree about what comes next they wait and find out

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from zerostage.autograd import not_compiled
 from zerostage.collectives import Pending, piece_size, proceed
 from zerostage.engine import require
 from zerostage.flat import Flat
@@ -66,6 +67,7 @@ class EMA:
         """What this rank keeps: one-dimensional, one for each flat."""
         return list(self._averages.values())
 
+    @not_compiled
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the present weights; after each `optimizer.step()`. No communication.

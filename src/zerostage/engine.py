@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from zerostage import ledger as accounts
+from zerostage.autograd import not_compiled
 from zerostage.collectives import World
-from zerostage.division import Division, divide
+from zerostage.division import Division, divide, own_name, unwrapped
 from zerostage.flat import Flat
 from zerostage.ledger import Ledger, Traffic
 from zerostage.norm import grad_norm, scale_gradients
@@ -86,6 +87,7 @@ class Engine:
     def ranks(self) -> int:
         return self.world.size
 
+    @not_compiled
     def _refuse_unready(self, module: nn.Module, args: Any) -> None:
         raise RuntimeError(
             f"the model was built on the meta device and '{min(self.missing)}' (of {len(self.missing)} parameters) has "
@@ -95,7 +97,7 @@ class Engine:
     def check_places(self) -> None:
         """Raise when somebody has put another parameter or module in the place of a managed one."""
         for held, key, thing in self._places:
-            if held.get(key) is not thing:
+            if unwrapped(held.get(key)) is not unwrapped(thing):  # torch.compile may come later
                 parameter = next(thing.parameters()) if isinstance(thing, nn.Module) else thing
                 name = parameter._flat.layout.slots[parameter._index].name
                 raise RuntimeError(
@@ -217,6 +219,7 @@ def shard(
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     world = World(group, partition, device, lambda ranks: Partition.from_stage(stage, ranks))
+    given, model = model, model._modules.get("_orig_mod", model)  # the hooks must hold for torch.compile's twin too
     divisions = divide(model, units)
     on_meta = _check_agreement(world, model, divisions, optimizer, precision, prefetch)
     _share_buffers(model, world, on_meta)
@@ -232,7 +235,7 @@ def shard(
     model.register_load_state_dict_pre_hook(lambda *_: engine.schedule.refuse_averaged("load_state_dict"))
     model.register_load_state_dict_post_hook(lambda module, keys: _after_load_state_dict(engine))
     world.meter.reset()
-    return model, optimizer
+    return given, optimizer
 
 
 def _check_arguments(model: nn.Module, optimizer: Any, prefetch: int) -> None:
@@ -266,7 +269,7 @@ def _check_agreement(
     facts: dict[str, Any] = {
         "settings": (world.partition, precision, prefetch, type(optimizer).__name__),
         "units": [division.name for division in divisions],
-        "buffers": [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()],
+        "buffers": [(own_name(name), tuple(b.shape), b.dtype) for name, b in model.named_buffers()],
     }
     for division in divisions:
         for parameter, names in zip(division.parameters, division.names):
@@ -285,7 +288,7 @@ def _check_agreement(
                     f"{theirs} on rank {rank}"
                 )
     on_meta = {ns[0] for d in divisions for p, ns in zip(d.parameters, d.names) if p.is_meta}
-    on_meta |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    on_meta |= {own_name(name) for name, buffer in model.named_buffers() if buffer.is_meta}
     for rank, there in enumerate(everywhere := world.collect_objects(on_meta, "zerostage.shard")):
         if only := everywhere[0] - there:
             raise ValueError(f"'{min(only)}' is on the meta device on rank 0 but not on rank {rank}: give rank 0 the values")
@@ -296,7 +299,7 @@ def _share_buffers(model: nn.Module, world: World, on_meta: set[str]) -> None:
     """Give every rank rank 0's buffers. Each rank keeps its own from then on."""
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
-            name = f"{prefix}.{key}" if prefix else key
+            name = own_name(f"{prefix}.{key}" if prefix else key)
             if buffer is None or name in on_meta:
                 continue
             if buffer.is_meta:
@@ -385,6 +388,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@not_compiled
 def reserve(model: nn.Module) -> None:
     """Take now the memory of the gradients and of the optimizer's state, which else come with the first backward and step.
 
@@ -451,6 +455,7 @@ def _refuse_lost_changes(divided: list[Flat]) -> None:
                 )
 
 
+@not_compiled
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; every rank must call it.
 
@@ -471,6 +476,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     return result.to(engine.world.device)
 
 
+@not_compiled
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = True, trainable_only: bool = False
 ) -> dict[str, torch.Tensor]:
@@ -497,16 +503,17 @@ def full_state_dict(
                 values |= dict.fromkeys(slot.names, parameter.detach().to("cpu", copy=True))
     if not wanted or trainable_only:
         return values
-    for prefix, module in engine.model.named_modules(remove_duplicate=False):
+    for path, module in engine.model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
-                name = f"{prefix}.{key}" if prefix else key
+                name = own_name(f"{path}.{key}" if path else key)
                 values[name] = buffer.detach().to("cpu", copy=True)
                 if not rank0_only:
                     engine.world.broadcast(values[name], f"the buffer {name}")
     return values
 
 
+@not_compiled
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Ledger:
     """Bytes on this rank by term: expected, measured now, and peak. See `Ledger`."""
     engine = require(model)
@@ -523,6 +530,7 @@ def traffic(model: nn.Module) -> Traffic:
     return Traffic(engine.world, engine.units)
 
 
+@not_compiled
 def close(model: nn.Module) -> None:
     """Remove the hooks and release threads and process groups. The model's weights stay as they are."""
     require(model).close()

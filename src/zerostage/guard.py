@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostage.autograd import not_compiled
+
 # Attributes and methods that need no values. Accessors appear as `__get__` of these.
 _METADATA = {"shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "ndim", "names",
              "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "is_xla",
              "is_mps", "is_xpu", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "_version", "retains_grad", "_base",
              "output_nr", "name", "_backward_hooks", "_post_accumulate_grad_hooks", "itemsize", "nbytes",
-             "_grad_fn", "_grad"}
+             "_grad_fn", "_grad", "grad_dtype", "is_sparse_csr", "_has_symbolic_sizes_strides", "_cdata"}
 _METHODS = {"size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point",
             "is_complex", "is_contiguous", "storage_offset", "requires_grad_", "__hash__", "__len__", "register_hook",
             "register_post_accumulate_grad_hook", "get_device", "type", "is_signed", "is_inference", "is_same_size",
@@ -196,7 +198,7 @@ def absent(base: type) -> type:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    body = {"__torch_function__": classmethod(torch_function), **_managed(base)}
+    body = {"__torch_function__": classmethod(not_compiled(torch_function)), **_managed(base)}
     return type(base)(base.__name__, (base, AbsentMarker), body)
 
 

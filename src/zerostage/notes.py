@@ -57,9 +57,10 @@ class Notes:
 
     # Waiting
 
-    def compare(self, kind: str, what: str, number: int, waited: float) -> None:
+    def compare(self, kind: str, what: str, number: int, waited: float) -> int:
         """Called while stuck. Raises once it is certain that this rank would wait for ever.
 
+        Returns the number of the latest gather for which a rank waits, which may be waiting for this one.
         A rank has one note of what it waits for, whichever of its models that belongs to.
         """
         mine = [self.name, kind, number, what]
@@ -90,6 +91,7 @@ class Notes:
                 f"rank {self.rank} has waited {waited:.0f} s for {what}; ranks {others} are busy, or wait for something that is "
                 "not zerostage's (a barrier, another collective, a batch that does not come)"
             )
+        return max([note[2] for note in notes.values() if note[:2] == [self.name, "gather"]], default=0)
 
     def withdraw(self) -> None:
         """This rank waits no longer."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostage.autograd import not_compiled
 from zerostage.collectives import Pending, World, piece_size, proceed
 from zerostage.elementwise import bare_copy, check_elementwise, states_per_element
 from zerostage.flat import Flat
@@ -128,9 +129,11 @@ class Driver:
         self._inner.state[segment.master] = state
         self.optimizer.state[segment.parameter] = state
 
+    @not_compiled
     def _before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
         self._loading = state_dict["state"]
 
+    @not_compiled
     def _after_load(self, optimizer: Any) -> None:
         # torch casts loaded state to the parameters' dtype, which would round fp32 moments
         order = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -167,6 +170,7 @@ class Driver:
 
     # The step
 
+    @not_compiled
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         self._unpark()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
@@ -181,6 +185,7 @@ class Driver:
             group["params"] = []
         return args, kwargs
 
+    @not_compiled
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._unpark()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zerostage.autograd import not_compiled
 from zerostage.flat import Flat
 from zerostage.unit import Unit
 
@@ -23,6 +24,7 @@ class SavedWeights:
 
     def __init__(self, units: Iterable[Unit], need: Callable[[Unit], None]) -> None:
         self._need = need
+        self._keep, self._give = not_compiled(self._pack), not_compiled(self._unpack)
         self._flats = {f.whole.untyped_storage()._cdata: f for unit in units for f in unit.flats if f.divided}
 
     def flat_of(self, tensor: torch.Tensor) -> Flat | None:
@@ -57,7 +59,7 @@ class SavedWeights:
         return stack
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, self._give)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         flat = self.flat_of(tensor)

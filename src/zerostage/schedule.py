@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerostage.autograd import accumulates, in_backward, not_compiled, tensors_in, transformed, will_run
+from zerostage.autograd import accumulates, explain_fullgraph, in_backward, not_compiled, tensors_in, transformed, will_run
 from zerostage.collectives import Pending, World, proceed
 from zerostage.flat import Flat
 from zerostage.order import Order, Pass, agree
@@ -82,6 +82,7 @@ class Schedule:
         self._reduced: list[Unit] = []  # units whose reduction this backward has issued
         self._inflight: list[tuple[Iterator[Pending], Pending]] = []
         self._handles: list[Any] = []
+        world.help = partial(_help, weakref.ref(self))
         self._hook(model)
 
     @property
@@ -106,9 +107,8 @@ class Schedule:
             for flat in unit.flats:
                 self._hook_gradients(flat)
         # outermost: before every unit's hook, which the same module may carry, and after it
-        begin, end = (not_compiled(hook) for hook in (self._begin_forward, self._end_forward))
-        self._handles.append(model.register_forward_pre_hook(begin, prepend=True))
-        self._handles.append(model.register_forward_hook(end, always_call=True))
+        self._handles.append(model.register_forward_pre_hook(self._begin_forward, prepend=True))
+        self._handles.append(model.register_forward_hook(self._end_forward, always_call=True))
 
     def _hook_gradients(self, flat: Flat) -> None:
         for index, parameter in enumerate(flat.parameters if flat.trainable else ()):
@@ -153,6 +153,7 @@ class Schedule:
 
         return not_compiled(after)
 
+    @not_compiled
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if in_backward():
             return
@@ -172,6 +173,7 @@ class Schedule:
             self._saving = self.saved.start()
         self._depth += 1
 
+    @not_compiled
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward() or transformed() or not self._depth:
             return
@@ -180,9 +182,13 @@ class Schedule:
             return
         self._saving.close()
         if output is not None:
+            if self._walk is not None:
+                self._walk.learned = True  # nothing comes later in this pass that might still use a unit
             self._finish_walk()
-        elif self.world.notes is not None and (error := sys.exc_info()[1]) is not None:
-            self.world.notes.raised(f"{type(error).__name__}: {error} (in a forward)")
+        else:
+            explain_fullgraph()
+            if self.world.notes is not None and (error := sys.exc_info()[1]) is not None:
+                self.world.notes.raised(f"{type(error).__name__}: {error} (in a forward)")
         for unit, uses in self.forward_order.seen.items():
             if uses > 1:  # from now on gathered once a pass, like the others
                 self._make_resident(unit)
@@ -261,8 +267,6 @@ class Schedule:
 
     def _finish_walk(self) -> None:
         """Take part in gathering the units that only other ranks may have used."""
-        if self._walk is not None:
-            self._walk.learned = True  # nothing comes later that might still use them
         while self._walk is not None and self._walk.next() is not None:
             self._skip(self._walk)
 
@@ -324,7 +328,7 @@ class Schedule:
 
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf]
         for tensor in found:
-            tensor.register_hook(before_backward)
+            tensor.register_hook(not_compiled(before_backward))
         return bool(found)
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> None:
@@ -342,8 +346,9 @@ class Schedule:
                     self._running[unit] = self._running.get(unit, 1) - 1
                     self._maybe_done(unit)
 
-            torch.autograd.graph.register_multi_grad_hook(inputs, after_backward, mode="all")
+            torch.autograd.graph.register_multi_grad_hook(inputs, not_compiled(after_backward), mode="all")
 
+    @not_compiled
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         """The first hook of a backward that starts from the model's outputs: autograd's outermost task."""
         if not transformed():
@@ -408,7 +413,7 @@ class Schedule:
                 schedule._take(unit, flat, index, gradient)
                 torch.Tensor.grad.__set__(parameter, None)
 
-        return hook
+        return not_compiled(hook)
 
     def _take(self, unit: Unit, flat: Flat, index: int, gradient: torch.Tensor) -> None:
         """Move a gradient that backward has completed to its flat."""
@@ -468,12 +473,14 @@ class Schedule:
         while self._inflight:
             self._step_inflight()
 
+    @not_compiled
     def _end_backward(self) -> None:
         """Every gradient of this backward is there: reduce the rest, on every rank the same."""
         try:
             if self.sync and self._accumulates:
-                if self._walk is not None:
-                    self._walk.learned = True
+                if self._walk is not None and not self._walk.learned:
+                    # others may need weights before they reduce what comes first here: gather all, waiting for none
+                    self._finish_walk()
                 for unit in self.reduce_order.units[len(self._reduced) :]:
                     self._reduce(unit)
                 self._drain()
@@ -528,6 +535,7 @@ class Schedule:
                 "Run the last backward before it outside no_sync"
             )
 
+    @not_compiled
     def hold(self, units: list[Unit]) -> None:
         """Gather units and keep them until `let_go`."""
         self.settle()
@@ -540,6 +548,7 @@ class Schedule:
             if unit.state is State.GATHERING:
                 unit.arrive()
 
+    @not_compiled
     def let_go(self, units: list[Unit]) -> None:
         for unit in units:
             if unit.divided:
@@ -574,6 +583,17 @@ class Schedule:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _help(weak: Any, needed: int) -> None:
+    """Issue gathers up to number `needed`, for which another rank waits while this one waits for a reduction.
+
+    Orders that are not yet learned may have a unit's reduction before a gather that it depends on elsewhere.
+    """
+    schedule = weak()
+    walk = schedule._walk if schedule is not None else None
+    while walk is not None and walk.next() is not None and schedule.world.gathers.issued < needed:
+        schedule._advance(walk)
 
 
 def _backward_dropped(weak: Any, task: Any) -> None:

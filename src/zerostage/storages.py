@@ -11,7 +11,6 @@ attributes, which a newer version of theirs may rename.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zerostage.division import own_name
 
 TERMS = ("weights", "gradients", "master", "exp_avg", "exp_avg_sq", "other")
 
@@ -32,8 +33,6 @@ _STATE_TERMS = {
     **dict.fromkeys(("exp_avg_sq", "square_avg", "sum"), "exp_avg_sq"),
     **dict.fromkeys(("master", "master_param", "master_weight", "fp32_param"), "master"),
 }
-#: Module attributes that wrappers put into parameter names.
-_WRAPPERS = re.compile(r"(^|(?<=\.))(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 #: Attributes of DeepSpeed's optimizers: stages 1 and 2, stage 3, BF16_Optimizer, FP16 fused and unfused.
 _DEEPSPEED = {
     "weights": ("fp16_partitioned_groups_flat", "bit16_groups_flat", "bf16_groups_flat", "fp16_groups_flat"),
@@ -171,12 +170,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _clean(name: str) -> str:
-    return _WRAPPERS.sub("", name)
-
-
 def _label(path: str) -> str:
-    return _clean(f"{path}.").rstrip(".") or "the root"
+    return own_name(path) or "the root"
 
 
 def _has_parent(path: str, paths: list[str]) -> bool:
@@ -246,7 +241,7 @@ def _fsdp(held: Holdings, model: nn.Module) -> dict[int, dict[str, int]]:
         handle = module._handle
         flat, strategy = handle.flat_param, handle._sharding_strategy.name
         strategies[strategy] += sum(flat._numels)
-        names = [_clean(".".join(filter(None, (path, name)))) for name in flat._fqns]
+        names = [own_name(".".join(filter(None, (path, name)))) for name in flat._fqns]
         parts = dict(zip(names, (info.numel_in_shard or 0 for info in flat._shard_param_infos)))
         sizes = dict(zip(names, flat._numels))
         originals = dict(zip(names, flat._params or [flat] * len(names)))
@@ -319,7 +314,7 @@ def _named(held: Holdings, model: nn.Module) -> dict[int, dict[str, int]]:
     for path, shown in model.named_parameters():
         if id(shown) in flat:
             continue
-        name, record = _clean(path), records.get(id(shown))
+        name, record = own_name(path), records.get(id(shown))
         parameter = shown if record is None else record.sharded_param
         local = {name: _local(parameter)}
         held.parameters[name] = Parameter(parameter.numel(), parameter.itemsize, parameter.requires_grad)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerostage.autograd import not_compiled
 from zerostage.engine import require
 
 log = logging.getLogger("zerostage")
@@ -46,13 +47,15 @@ def together(model: nn.Module, batches: Iterable[Any], uneven: str = "stop") -> 
             log.warning(f"stopped after {count} batches on every rank: ranks {short} have no more; dropped: {', '.join(dropped)}")
 
 
+@not_compiled
 def take_part(model: nn.Module, backward: bool = True) -> None:
     """Do this rank's share of the collectives of one forward and backward of the other ranks, without a batch.
 
     Adds nothing to the gradients; they are still averaged over all ranks, so that a mean
     over fewer needs the loss scaled by ranks / ranks with a batch. With `no_sync` it belongs within it, as the
     others' backward does. backward=False: the others run a forward only, as in evaluation. A
-    forward of a model whose weights are whole takes no collectives, so nothing happens.
+    forward of a model whose weights are whole takes no collectives, so nothing happens. Before a first step
+    has shown in which order weights are needed, all of them are gathered at a time.
     """
     with torch.no_grad():
         require(model).schedule.take_part(model, backward)

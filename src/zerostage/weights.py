@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from zerostage.division import own_name
 from zerostage.engine import Engine, engine_of
 from zerostage.flat import Flat
 from zerostage.layout import Slot
@@ -113,7 +114,7 @@ def _match(engine: Engine, files: Files, strict: bool) -> tuple[list[tuple[Flat,
             _check_ties(files, slot, found)
             plan.append((flat, index, found[0]))
             used.update(found)
-    buffers = {name for name, _ in engine.model.named_buffers(remove_duplicate=False)}
+    buffers = {own_name(path) for path, _ in engine.model.named_buffers(remove_duplicate=False)}
     unused = sorted(available - used - buffers)
     if unused and strict:
         raise KeyError(
@@ -151,7 +152,8 @@ def _read(flat: Flat, index: int, name: str, files: Files) -> None:
 
 def _fill_buffers(engine: Engine, files: Files) -> None:
     available = set(files.names)
-    for prefix, module in engine.model.named_modules():
+    for path, module in engine.model.named_modules():
+        prefix = own_name(path)
         on_meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         for name, buffer in on_meta.items():
             module._buffers[name] = torch.empty_like(buffer, device=engine.world.device)
@@ -163,8 +165,8 @@ def _fill_buffers(engine: Engine, files: Files) -> None:
                 on_meta.pop(name, None)
         if on_meta:
             _compute_buffers(engine.model, prefix, module, sorted(on_meta))
-    for name, buffer in engine.model.named_buffers():
-        engine.world.broadcast(buffer.data, f"the buffer {name}")
+    for path, buffer in engine.model.named_buffers():
+        engine.world.broadcast(buffer.data, f"the buffer {own_name(path)}")
 
 
 def _compute_buffers(model: nn.Module, prefix: str, module: nn.Module, names: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from models import mlp, tiny_llama
 from torch import nn
 
@@ -55,9 +56,18 @@ def test_inner_lists_do_not_split_their_block() -> None:
             super().__init__()
             self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(expert(x) for expert in self.experts)
+
     model = nn.Module()
     model.layers = nn.ModuleList(Block() for _ in range(2))
     assert list(names(model)) == ["layers.0", "layers.1"]
+
+
+def test_the_parts_of_blocks_that_have_no_forward_are_units() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Tanh(), mlp(4, 8, 4)]) for _ in range(2))
+    assert list(names(model)) == ["layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2"]
 
 
 def test_chosen_units() -> None:

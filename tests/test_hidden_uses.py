@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -354,6 +355,12 @@ def set_up_errors(rank: int, n: int) -> dict[str, str]:
     with pytest.raises(RuntimeError) as caught:
         copy.deepcopy(model[0])
     said["copied"] = str(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        torch.save(model, io.BytesIO())
+    said["saved"] = str(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        copy.deepcopy(model[0].weight)
+    said["copied weight"] = str(caught.value)
     return said
 
 
@@ -362,4 +369,4 @@ def test_what_cannot_work_is_said() -> None:
         assert "'0.weight' is no longer the parameter that was sharded" in said["replaced"]
         assert "'2.weight' is no longer the parameter that was sharded" in said["module replaced"]
         assert "keep `p.data.clone()` instead" in said["data held"]
-        assert "cannot be copied or pickled" in said["copied"]
+        assert all("cannot be copied or pickled" in said[what] for what in ("copied", "saved", "copied weight"))

@@ -10,7 +10,7 @@ wrapper is what gathers: a graph of the module then has no gathering in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,10 @@ class Division:
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The members of the outermost lists of two or more modules of one class that have parameters."""
+    """The members of the outermost lists of two or more modules of one class that have parameters.
+
+    Of members that are never called themselves, such as lists of an attention and an MLP, the parts.
+    """
     blocks: list[tuple[str, nn.Module]] = []
 
     def visit(prefix: str, module: nn.Module) -> None:
@@ -59,13 +62,23 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 if kind in alike and next(child.parameters(), None) is not None
             ]
             if len(repeated) > 1:
-                blocks.extend((own_name(f"{prefix}{name}"), child) for name, child in repeated)
+                blocks.extend(part for name, child in repeated for part in _called(own_name(f"{prefix}{name}"), child))
                 children = [child for child in children if child not in repeated]
         for name, child in children:
             visit(f"{prefix}{name}.", child)
 
     visit("", model)
     return blocks
+
+
+def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module, or the parts of one that has no forward (a ModuleDict): their forwards tell when weights are needed."""
+    if getattr(unwrapped(module).forward, "__func__", None) is not nn.Module.forward:  # torch's own, which raises
+        yield name, module
+        return
+    for key, child in module.named_children():
+        if next(child.parameters(), None) is not None:
+            yield from _called(own_name(f"{name}.{key}"), child)
 
 
 def divide(model: nn.Module, units: Sequence[nn.Module | str | type] | None = None) -> list[Division]:
@@ -85,8 +98,6 @@ def divide(model: nn.Module, units: Sequence[nn.Module | str | type] | None = No
         for module in block.modules():
             owner_block[module] = name  # the innermost block that holds it
     modules = dict(blocks)
-    # such as a ModuleDict: no forward of it tells when it is used, only those of its parts
-    silent = {name for name, block in blocks if getattr(unwrapped(block).forward, "__func__", None) is nn.Module.forward}
     total = sum(p.numel() for p in model.parameters())
     sizes = [sum(p.numel() for p in block.parameters()) for block in modules.values()]
     large = max(1, min(max(sizes, default=total), total // 8))
@@ -113,12 +124,12 @@ def divide(model: nn.Module, units: Sequence[nn.Module | str | type] | None = No
         shared = len(where) > 1
         key = names[parameter][0].rpartition(".")[0] + " (shared)" if shared else where[0]
         if key not in divisions:
-            calls = [modules[key]] if key in modules and key not in silent else []
-            divisions[key] = Division(key or "root", calls, resident=shared or not key or key in silent)
+            block = modules.get(key)
+            divisions[key] = Division(key or "root", [block] if block is not None else [], resident=shared or not key)
         division = divisions[key]
         division.parameters.append(parameter)
         division.names.append(tuple(names[parameter]))
-        if key not in modules or key in silent:
+        if key not in modules:
             division.modules += [module for module in users[parameter] if module not in division.modules]
     return list(divisions.values())
 

@@ -328,7 +328,10 @@ def _precision_of(parameter: nn.Parameter, precision: Precision | None) -> Preci
 
 
 def _guard_conversions(engine: Engine) -> None:
-    """`model.to`, `.half` and the like would replace the parameters' memory; let only those through that change nothing."""
+    """`model.to`, `.half` and the like would replace the parameters' memory; let only those through that change nothing.
+
+    A copy would have the hooks of this model's engine and weights that nobody keeps; refuse it.
+    """
 
     def apply(fn: Any, recurse: bool = True) -> nn.Module:
         for flat in engine.flats:
@@ -346,6 +349,16 @@ def _guard_conversions(engine: Engine) -> None:
         return engine.model
 
     engine.model._apply = apply
+
+    def refuse_copy(*_: Any) -> None:
+        raise RuntimeError(
+            "a sharded model, or a part of one, cannot be copied or pickled as it is: build a second model and load "
+            "zerostage.full_state_dict(model) into it, or save that"
+        )
+
+    for module in engine.model.modules():
+        if next(module.parameters(), None) is not None:
+            module.__dict__["__reduce_ex__"] = refuse_copy
 
 
 def _keep_generation_in_step(engine: Engine) -> None:

@@ -291,8 +291,8 @@ class Schedule:
         if not self._depth and not in_backward():
             raise RuntimeError(
                 f"the weight '{parameter}' is divided over {self.world.partition.weights} ranks and was used by "
-                f"'{getattr(function, '__name__', function)}' outside a forward of the model, where its values are "
-                f"not here. Use it within `with zerostage.gathered(model):` on every rank"
+                f"'{getattr(function, '__name__', function)}' on rank {self.world.rank} outside a forward of the model, where "
+                "its values are not here. Use it within `with zerostage.gathered(model):` on every rank"
             )
         self.need(unit)
         self._make_resident(unit)

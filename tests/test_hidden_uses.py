@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import io
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 import zerostage
 from zerostage import Partition
-from zerostage.engine import engine_of
 
 #: Whether parameters that were frozen when the model was sharded are unfrozen, too.
 UNFREEZE = True
@@ -581,3 +579,11 @@ def test_found_a_rank_that_skips_a_part_of_a_block_gathers_the_block_once() -> N
     params = [{"places": [[number, 1, True]]} for number in (0, 1, 2)]
     skipping = {"do": "forward", "skip": [[2], []]}
     replay(described(params, TRAIN, TRAIN, skipping, BACKWARD, TRAIN, nodes=[0, 1], variants=variants))
+
+
+def test_found_a_rank_that_skips_a_unit_within_a_unit_lets_the_others_gather_the_outer_one() -> None:
+    inner = [{"places": [[1, 1, True]]}, {"places": [[2, 1, True]]}, {"places": [[3, 1, True]]}]
+    variants = [{"partition": (2, 2, 2), "prefetch": prefetch, "units": [1, 2, 3]} for prefetch in (0, 1)]
+    for skip in ([[], [2]], [[3], [1]], [[2], [3]], [[1], [2, 3]]):
+        operations = [{"do": "forward", "skip": skip}, BACKWARD, {"do": "step"}, TRAIN]
+        replay(described(inner, *operations, nodes=[0, 1, 0], variants=variants))

@@ -206,8 +206,9 @@ class Schedule:
     def _refuse_transform(self) -> None:
         if self.divided:
             raise RuntimeError(
-                "torch.func transforms (grad, vmap, jvp, ...) cannot go through weights that are divided: use stage 2 or less, "
-                "or torch.func.functional_call(plain_model, zerostage.full_state_dict(model, rank0_only=False), ...)"
+                "torch.func transforms (grad, vmap, jvp, ...) cannot go through weights that are divided: keep them whole "
+                "(stages 0 to 2), or transform a plain copy of the model with zerostage.full_state_dict(model, "
+                "rank0_only=False) in torch.func.functional_call"
             )
 
     # Gathering

@@ -587,3 +587,10 @@ def test_found_a_rank_that_skips_a_unit_within_a_unit_lets_the_others_gather_the
     for skip in ([[], [2]], [[3], [1]], [[2], [3]], [[1], [2, 3]]):
         operations = [{"do": "forward", "skip": skip}, BACKWARD, {"do": "step"}, TRAIN]
         replay(described(inner, *operations, nodes=[0, 1, 0], variants=variants))
+
+
+def test_found_a_rank_that_skips_units_within_one_another() -> None:
+    params = [{"places": [[number, 1, True]]} for number in (1, 2, 3)]
+    variants = [{"partition": (2, 2, 2), "prefetch": prefetch, "units": [1, 2, 3]} for prefetch in (0, 1, 2)]
+    skipping = {"do": "forward", "skip": [[], [1]], "input_grad": True}
+    replay(described(params, skipping, BACKWARD, TRAIN, skipping, BACKWARD, nodes=[0, 1, 2], variants=variants))

@@ -165,7 +165,7 @@ def test_one_rank_and_two_see_the_same_batches(folder, corpus, tmp_path):
     runs = []
     for count in (1, 2):
         metrics = tmp_path / f"{count}.jsonl"
-        run(command(folder, corpus, "--count", count, "--global-batch", 4, "--precision", "fp32", "--metrics", metrics))
+        run(command(folder, corpus, "--ranks", count, "--global-batch", 4, "--precision", "fp32", "--metrics", metrics))
         runs.append(read(metrics))
     for one, two in zip(runs[0][0], runs[1][0]):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)

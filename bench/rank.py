@@ -1,0 +1,116 @@
+"""What one rank process does for one measurement of one engine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from bench import floor, task
+from bench.engines import ENGINES, Step
+
+WARM_UP = 3
+
+
+def run(rank: int, ranks: int, port: int, engine: str, kind: str, steps: int, results: Any) -> None:
+    """Join the group and send (rank, figures) of one measurement: 'time', 'memory', 'traffic' or 'floor'."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if kind == "floor":
+        figures = floor.measure(rank, ranks)
+    else:
+        figures = {"time": times, "memory": memory, "traffic": traffic}[kind](rank, engine, steps)
+    results.put((rank, figures))
+    dist.barrier()
+    os._exit(0)  # some engines' threads and destructors wait for ever
+
+
+def build(engine: str) -> Step:
+    return ENGINES[engine][0](task.model())
+
+
+def times(rank: int, engine: str, steps: int) -> dict[str, Any]:
+    """Seconds of each step after a warm-up, and all losses."""
+    step = build(engine)
+    losses, seconds = [], []
+    for number in range(WARM_UP + steps):
+        batch = task.batch(rank, number)
+        if number == WARM_UP:
+            dist.barrier()
+        began = time.perf_counter()
+        losses.append(step(batch))
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": seconds[WARM_UP:], "losses": torch.stack(losses).float().tolist()}
+
+
+def memory(rank: int, engine: str, steps: int) -> dict[str, int]:
+    """Bytes by the allocator's own events, from before the model is built: at rest after the last step, and at most in it."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step = build(engine)
+        for number in range(WARM_UP):
+            step(task.batch(rank, number))
+        gc.collect()
+        with torch.profiler.record_function("the measured step"):
+            step(task.batch(rank, WARM_UP))
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    began = next(event.start_ns() for event in events if event.name() == "the measured step")
+    now = peak = 0
+    for event in events:
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            if event.start_ns() >= began:
+                peak = max(peak, now)
+    return {"at_rest": now, "peak": peak}
+
+
+#: How many bytes a rank sends in each of torch.distributed's collectives, of n ranks: from its input's bytes.
+SENT = {
+    "c10d::allreduce_": lambda size, n: 2 * size * (n - 1) // n,
+    "c10d::_allgather_base_": lambda size, n: size * (n - 1),
+    "c10d::allgather_": lambda size, n: size * (n - 1),
+    "c10d::allgather_into_tensor_coalesced_": lambda size, n: size * (n - 1),
+    "c10d::_reduce_scatter_base_": lambda size, n: size * (n - 1) // n,
+    "c10d::reduce_scatter_": lambda size, n: size * (n - 1) // n,
+    "c10d::reduce_scatter_tensor_coalesced_": lambda size, n: size * (n - 1) // n,
+    "c10d::reduce_": lambda size, n: size * (n - 1) // n,
+    "c10d::alltoall_base_": lambda size, n: size * (n - 1) // n,
+    "c10d::broadcast_": lambda size, n: size * (n - 1) // n,
+    "c10d::send": lambda size, n: size,
+}
+
+
+def traffic(rank: int, engine: str, steps: int) -> dict[str, int]:
+    """Bytes that one step sends, by collective, counted where torch.distributed dispatches them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    step = build(engine)
+    for number in range(WARM_UP):
+        step(task.batch(rank, number))
+    found: dict[str, int] = {}
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func._schema.name
+            if name in SENT:
+                place = 1 if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_") else 0
+                size = sum(tensor.nbytes for tensor in _tensors(args[place]))
+                found[name] = found.get(name, 0) + SENT[name](size, dist.get_world_size())
+            return func(*args, **(kwargs or {}))
+
+    with Counter():
+        step(task.batch(rank, WARM_UP))
+    return found
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []

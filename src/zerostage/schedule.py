@@ -53,6 +53,8 @@ class Schedule:
     def __init__(self, model: nn.Module, units: list[Unit], world: World, prefetch: int) -> None:
         self.units, self.world, self.prefetch = units, world, prefetch
         self._place = {unit: place for place, unit in enumerate(units)}
+        inside = {unit: {inner for module in unit.modules for inner in module.modules()} for unit in units}
+        self._around = {unit: [u for u in units if u is unit or not inside[u].isdisjoint(unit.modules)] for unit in units}
         self.forward_order = Order(units)
         # a unit with several places is needed early in backward and complete late
         self.backward_order = Order(sorted(units[::-1], key=lambda unit: not unit.resident))
@@ -455,8 +457,9 @@ class Schedule:
     def _reduce(self, unit: Unit) -> None:
         self._reduced.append(unit)
         # a rank that skips a unit must not wait for its reduction before the others can have gathered it
-        while self._walk is not None and self._walk.ahead(unit):
-            self._skip(self._walk)
+        while self._walk is not None and any(self._walk.ahead(around) for around in self._around[unit]):
+            # one around it that this rank uses is needed later: gathered now, it must stay
+            (self._advance if self._walk.next() in self._used else self._skip)(self._walk)
         flats = [flat for flat in unit.flats if flat.trainable]
         if not flats:
             return

@@ -137,11 +137,11 @@ class Engine:
 
     def unscale(self, places: list[tuple[Flat, int]], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
         """torch.amp.GradScaler's work on divided gradients: scale them; `found_inf` becomes 1 on all ranks or on none."""
-        slices = []
-        for flat in {flat: None for flat, _ in places}:
+        slices, wanted = [], set(places)
+        for flat in dict.fromkeys(flat for flat, _ in places):
             base, gradient = flat.bounds[3][0], flat.settled_grad()
             parts = flat.layout.segments(*flat.bounds[3])
-            slices += [gradient[a - base : b - base] for index, a, b in parts if (flat, index) in places]
+            slices += [gradient[a - base : b - base] for index, a, b in parts if (flat, index) in wanted]
             flat.version += 1
         if slices:
             torch._amp_foreach_non_finite_check_and_unscale_(slices, found_inf, inverse_scale)

@@ -83,7 +83,7 @@ class Notes:
         if waited > RECOVERY:
             for rank in range(self.size):
                 if rank not in notes and (text := self._read(self._exception(rank))):
-                    raise PeerError(self._cannot_go_on(self.ended(text, rank), what))
+                    raise PeerError(self._cannot_go_on(self.ended(text), what))
         if waited > PATIENCE and not self._told:
             self._told = True
             others = sorted(set(range(self.size)) - set(notes))
@@ -111,7 +111,7 @@ class Notes:
             self.store.set(self._exception(self.rank), "")
             self._raised = False
 
-    def ended(self, text: str, rank: int | None = None) -> str:
+    def ended(self, text: str) -> str:
         """Note how a rank ended, unless one ended before; returns the note about the first."""
         return self.store.compare_set(self._first, "", text).decode()
 

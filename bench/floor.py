@@ -23,8 +23,9 @@ def measure(rank: int, ranks: int) -> dict[str, float]:
     count = sum(parameter.numel() for parameter in task.model().parameters())
     count += -count % (64 * ranks)
     found = {"optimizer, whole": _adamw(count), "optimizer, divided": _adamw(count // ranks)}
-    whole = torch.zeros(count, dtype=torch.bfloat16)
-    other, part = torch.zeros_like(whole), torch.zeros(count // ranks, dtype=torch.bfloat16)
+    # values, not zeros: memory that was never written to is read from one cached page
+    whole = torch.randn(count).bfloat16()
+    other, part = torch.randn(count).bfloat16(), torch.randn(count // ranks).bfloat16()
 
     def pairs() -> None:
         mine, theirs = whole.chunk(ranks), other.chunk(ranks)
@@ -57,8 +58,8 @@ def seconds(stage: int, compute: float, parts: dict[str, float]) -> float:
 
 
 def _adamw(count: int) -> float:
-    master, first, second = (torch.zeros(count) for _ in range(3))
-    gradient, weight = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.bfloat16)
+    master, first, second = (torch.rand(count) for _ in range(3))
+    gradient, weight = torch.randn(count).bfloat16(), torch.zeros(count, dtype=torch.bfloat16)
     beta1, beta2 = task.OPTIMIZER["betas"]
     settings = {name: task.OPTIMIZER[name] for name in ("lr", "weight_decay", "eps")}
     step = torch.ones(())

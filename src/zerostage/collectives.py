@@ -30,7 +30,7 @@ from zerostage.notes import STALL, Notes
 from zerostage.partition import Partition
 
 #: Elements per piece of a reduction or an optimizer update on a CPU: fp32 pieces of this size stay in its cache.
-CHUNK = 131_072
+CHUNK = 262_144
 #: The same on an accelerator, where a piece must be worth a kernel launch.
 LARGE_CHUNK = 16_777_216
 #: Tag of messages that nobody receives.
@@ -93,6 +93,11 @@ class Pending:
             self._error = error
         self._done.set()
 
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done.is_set()
+
     def wait(self) -> None:
         if self._channel is not None and not self._done.is_set():
             self._channel.wait(self, self._done)
@@ -101,14 +106,17 @@ class Pending:
             raise self._channel.world.notes.lost(self.what) from None
 
 
-def proceed(under_way: list[tuple[Iterator[Pending], Pending]]) -> list[tuple[Iterator[Pending], Pending]]:
-    """Await each collective and issue the one that follows it."""
+def proceed(under_way: list[tuple[Iterator[Pending], Pending]], block: bool = True) -> list[tuple[Iterator[Pending], Pending]]:
+    """Await each collective and issue the one that follows it; without `block` only where that is no wait."""
     going = []
     for steps, pending in under_way:
-        pending.wait()
-        following = next(steps, None)
-        if following is not None:
-            going.append((steps, following))
+        if block or pending.ready:
+            pending.wait()
+            following = next(steps, None)
+            if following is not None:
+                going.append((steps, following))
+        else:
+            going.append((steps, pending))
     return going
 
 
@@ -226,14 +234,19 @@ def tree_sum(
     """
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     size = piece_size(out.device)
-    for start in range(0, out.numel(), size):
-        piece = slice(start, min(start + size, out.numel()))
-        result = _subtree([part[piece] for part in parts], wide)
+    # torch adds two bf16 numbers in fp32 and rounds once, and bf16 has the range of fp32
+    pair = len(parts) == 2 and add is None and {part.dtype for part in parts} == {out.dtype} <= {wide, torch.bfloat16}
+    for place, *pieces in zip(out.split(size), *(part.split(size) for part in (*parts, *([] if add is None else [add])))):
+        if pair:
+            result = torch.add(*pieces, out=place)
+        else:
+            result = _subtree(pieces[: len(parts)], wide)
         if divisor > 1:
             result.div_(divisor)
         if add is not None:
-            result.add_(add[piece])
-        out[piece].copy_(result)
+            result.add_(pieces[-1])
+        if result is not place:
+            place.copy_(result)
 
 
 def _subtree(parts: Sequence[torch.Tensor], wide: torch.dtype) -> torch.Tensor:

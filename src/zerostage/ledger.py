@@ -17,7 +17,7 @@ import torch
 from zerostage.collectives import World, piece_size
 from zerostage.flat import Flat
 from zerostage.partition import Partition
-from zerostage.unit import Unit
+from zerostage.unit import Unit, gradients_bound
 
 #: Terms that every rank holds between backward and step.
 TERMS = ("weights", "gradients", "master", "exp_avg", "exp_avg_sq")
@@ -138,23 +138,16 @@ def expected_bytes(units: Iterable[Unit], partition: Partition, states: Iterable
 def peak_bound(units: list[Unit], world: World, prefetch: int) -> int:
     """The most bytes that gathered weights and gradients in flight may take, besides what is at rest.
 
-    Resident units, 1 + prefetch of the largest other one; of gradients the unit that
-    backward fills, and the one before it with the parts received for it; and fp32 pieces
-    of constant size, one for each level of the sum over ranks and one more.
+    Resident units, 1 + prefetch of the largest other one; gradients (`gradients_bound`); and
+    fp32 pieces of constant size, one for each level of the sum over ranks and one more.
     """
     partition = world.partition
-    weights = gradients = 0
+    weights = 0
     if partition.weights > 1:
         others = [unit.nbytes for unit in units if not unit.resident]
         weights = sum(unit.nbytes for unit in units if unit.resident) + (1 + prefetch) * max(others, default=0)
-    wholes = sorted(
-        (sum(f.layout.numel * f.grad_dtype.itemsize for f in unit.flats if f.trainable) for unit in units), reverse=True
-    )
-    if wholes:
-        staging = 2 * wholes[0] if partition.gradients > 1 else 0
-        gradients = staging + wholes[0]
     scratch = (1 + world.size.bit_length()) * piece_size(world.device) * 4
-    return weights + gradients + scratch
+    return weights + gradients_bound(units, partition) + scratch
 
 
 def measure(storages: dict[str, list[torch.Tensor]]) -> dict[str, int]:

@@ -16,12 +16,18 @@ from zerostage.collectives import World, piece_size
 from zerostage.flat import Flat
 
 
-def _pieces(flats: Iterable[Flat]) -> Iterator[torch.Tensor]:
-    """This rank's own gradients, in pieces."""
+def _own(flats: Iterable[Flat]) -> Iterator[torch.Tensor]:
+    """This rank's own gradients, flat by flat."""
     for flat in flats:
         if flat.trainable and flat.reduced:
             flat.settled_grad()
-            yield from flat.own_grad.split(piece_size(flat.device))
+            yield flat.own_grad
+
+
+def _pieces(flats: Iterable[Flat]) -> Iterator[torch.Tensor]:
+    """The same, in pieces."""
+    for own in _own(flats):
+        yield from own.split(piece_size(own.device))
 
 
 def grad_norm(flats: Iterable[Flat], world: World, norm_type: float = 2.0) -> float:
@@ -51,8 +57,8 @@ def scale_gradients(flats: Iterable[Flat], factor: float) -> None:
 
 def own_finite(flats: Iterable[Flat]) -> bool:
     """Whether the gradients of this rank's own share are all finite."""
-    bounds = [torch.stack(torch.aminmax(piece)) for piece in _pieces(flats) if piece.numel()]
-    return all(bool(torch.isfinite(bound).all()) for bound in bounds)
+    bounds = [torch.stack(torch.aminmax(own)) for own in _own(flats) if own.numel()]
+    return not bounds or bool(torch.isfinite(torch.cat(bounds)).all())
 
 
 def not_finite(flats: Iterable[Flat]) -> list[tuple[str, str]]:

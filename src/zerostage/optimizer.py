@@ -208,15 +208,15 @@ class Driver:
         self.updates += 1
         groups = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         sending: list[tuple[Iterator[Pending], Pending]] = []
-        for unit in self.schedule.units:
+        # a small unit last, whose collective has no update to hide behind
+        for unit in sorted(self.schedule.units, key=lambda unit: -unit.nbytes):
             for flat in unit.flats:
                 if flat.trainable:
                     flat.absorb_changes()
                     chosen = [s for s in self.segments[flat] if (flat, s.index) in used and id(s.parameter) in groups]
                     self._update(flat, chosen, groups)
                     flat.updated()
-            # the last unit's collective has had this unit's update to finish
-            sending = proceed(sending)
+            sending = proceed(sending, block=False)
             for flat in unit.flats:
                 if flat.trainable:
                     sending += proceed([(flat.publish(), Pending())])
@@ -302,27 +302,23 @@ class Driver:
         """Adam in pieces that stay in the cache from the gradient's widening to the weight's rounding."""
         decoupled = group.get("decoupled_weight_decay", type(self.optimizer) is torch.optim.AdamW)
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        weights = flat.step_weights
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
         for segment in segments:
             state = self._inner.state[segment.master]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
-                for name in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+                for name in names:
                     state[name] = torch.zeros_like(segment.master, requires_grad=False)
                 self.optimizer.state[segment.parameter] = state
             state["step"] += 1
-            length = segment.stop - segment.start
-            piece = piece_size(flat.device)
-            for first in range(0, length, piece):
-                part = slice(first, min(first + piece, length))
-                place = slice(segment.slice.start + part.start, segment.slice.start + part.stop)
-                master = flat.master[place]
+            held = (flat.master, gradient, flat.step_weights)
+            terms = [t[segment.slice] for t in held] + [state[name] for name in names]
+            for master, grad, weight, *moments in zip(*(t.split(piece_size(flat.device)) for t in terms)):
                 kernel(
                     [master],
-                    [gradient[place].to(master.dtype)],
-                    [state["exp_avg"][part]],
-                    [state["exp_avg_sq"][part]],
-                    [state["max_exp_avg_sq"][part]] if group["amsgrad"] else [],
+                    [grad.to(master.dtype)],
+                    *([moment] for moment in moments),
+                    *([[]] if len(moments) == 2 else []),
                     [state["step"]],
                     lr=group["lr"],
                     beta1=group["betas"][0],
@@ -333,7 +329,7 @@ class Driver:
                     maximize=group["maximize"],
                 )
                 if flat.has_master:
-                    weights[place].copy_(master)
+                    weight.copy_(master)
 
     def close(self) -> None:
         for handle in self._handles:

@@ -35,7 +35,7 @@ from zerostage.collectives import Pending, World, proceed
 from zerostage.flat import Flat
 from zerostage.order import Order, Pass, agree
 from zerostage.saved import SavedWeights
-from zerostage.unit import State, Unit
+from zerostage.unit import State, Unit, gradients_bound
 
 
 class Call:
@@ -464,9 +464,20 @@ class Schedule:
         if not flats:
             return
         self.record("reduce", unit)
-        self._step_inflight()
+        if not self._has_room(unit):
+            self._step_inflight()
         for flat in flats:
             self._inflight += proceed([(flat.reduce(), Pending())])
+
+    def _has_room(self, unit: Unit) -> bool:
+        """Whether `unit` can be reduced beside what is under way within the bound that the ledger states.
+
+        There must be room for what it receives and for the gradients of the unit that backward
+        comes to next. So a small unit between large ones, a last norm for example, makes nobody wait.
+        """
+        following = self.reduce_order.units[len(self._reduced) :][:1] if self.world.partition.gradients > 1 else []
+        needed = sum(u.gradient_bytes for u in (unit, *following))
+        return self.world.in_flight.now + needed <= gradients_bound(self.units, self.world.partition)
 
     def _step_inflight(self) -> None:
         """Bring each reduction under way one collective further."""

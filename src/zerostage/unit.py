@@ -5,7 +5,7 @@ A unit holds one flat per dtype and per trainable or frozen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from zerostage import guard
 from zerostage.collectives import Pending
 from zerostage.flat import Flat
+from zerostage.partition import Partition
 
 
 class State(Enum):
@@ -45,6 +46,11 @@ class Unit:
     def nbytes(self) -> int:
         """Bytes of the whole weights."""
         return sum(flat.nbytes for flat in self.flats)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the whole gradients."""
+        return sum(flat.layout.numel * flat.grad_dtype.itemsize for flat in self.flats if flat.trainable)
 
     @property
     def trained(self) -> bool:
@@ -95,3 +101,13 @@ class Unit:
     def touched(self, parameter: str, function: Any) -> None:
         """A weight at rest is about to be used."""
         self.on_touch(self, parameter, function)
+
+
+def gradients_bound(units: Iterable[Unit], partition: Partition) -> int:
+    """The most bytes that gradients in flight may take, besides those that are kept.
+
+    The unit that backward fills (in the kept buffer, where that is whole), and another one with
+    the parts received for it.
+    """
+    largest = max((unit.gradient_bytes for unit in units), default=0)
+    return (3 if partition.gradients > 1 else 1) * largest

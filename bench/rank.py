@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,17 +60,55 @@ def memory(rank: int, engine: str, steps: int) -> dict[str, int]:
         for number in range(WARM_UP):
             step(task.batch(rank, number))
         gc.collect()
-        with torch.profiler.record_function("the measured step"):
-            step(task.batch(rank, WARM_UP))
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    began = next(event.start_ns() for event in events if event.name() == "the measured step")
-    now = peak = 0
-    for event in events:
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            if event.start_ns() >= began:
-                peak = max(peak, now)
-    return {"at_rest": now, "peak": peak}
+        began = time.time_ns()
+        step(task.batch(rank, WARM_UP))
+    events = _allocations(profiler.profiler.kineto_results.experimental_event_tree())
+    live = Live()
+    peak = 0
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        live.change(event.extra_fields.ptr, event.extra_fields.alloc_size)
+        if event.start_time_ns >= began:
+            peak = max(peak, live.bytes)
+    return {"at_rest": live.bytes, "peak": peak}
+
+
+class Live:
+    """The allocations that are held.
+
+    Threads of torch.distributed free what they have sent, and the profiler does not see that;
+    memory that is handed out again must have been freed.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._starts: list[int] = []
+        self._sizes: dict[int, int] = {}
+
+    def change(self, address: int, size: int) -> None:
+        if size < 0:
+            self._drop(address)
+            return
+        place = bisect.bisect_left(self._starts, address)
+        if place and self._starts[place - 1] + self._sizes[self._starts[place - 1]] > address:
+            place -= 1
+        while place < len(self._starts) and self._starts[place] < address + size:
+            self._drop(self._starts[place])
+        if size:
+            bisect.insort(self._starts, address)
+            self._sizes[address] = size
+            self.bytes += size
+
+    def _drop(self, address: int) -> None:
+        if address in self._sizes:
+            self.bytes -= self._sizes.pop(address)
+            del self._starts[bisect.bisect_left(self._starts, address)]
+
+
+def _allocations(tree: list[Any]) -> Iterator[Any]:
+    for event in tree:
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            yield event
+        yield from _allocations(event.children)
 
 
 #: How many bytes a rank sends in each of torch.distributed's collectives, of n ranks: from its input's bytes.

@@ -97,7 +97,7 @@ def test_I6_the_first_step_can_hold_what_later_steps_hold() -> None:
         for found in run(peaks, n=2, stage=stage):
             # step counts, and votes of some tens of bytes, which gloo's own thread frees out of the profiler's sight
             assert abs(found[True, 1] - found[True, 2]) < 1000, (stage, found)
-            assert abs(found[True, 2] - found[False, 2]) < 1000, (stage, found)
+            assert found[True, 1] > found[False, 2] - 1000, (stage, found)
             assert found[False, 1] < found[False, 2] - 1000, (stage, found)  # fits in step 1, and in step 2 no longer
 
 

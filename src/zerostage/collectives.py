@@ -232,6 +232,9 @@ def tree_sum(
     contains the tree over any aligned power of two of them, so reducing first within such
     nodes and then across them gives the same bits. `out` and `add` may be one of the parts.
     """
+    if len(parts) == 1 and divisor == 1 and add is None:
+        out.copy_(parts[0])
+        return
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     size = piece_size(out.device)
     # torch adds two bf16 numbers in fp32 and rounds once, and bf16 has the range of fp32

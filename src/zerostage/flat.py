@@ -234,10 +234,10 @@ class Flat:
     # Gradients
 
     def ensure_grad(self) -> torch.Tensor:
-        """The kept gradients' buffer, made at first use and kept from then on."""
+        """The kept gradients' buffer, made when backward comes to it and let go with the last gradient in it."""
         if self.grad is None:
             first, last = self.bounds[2]
-            self.grad = torch.zeros(last - first, dtype=self.grad_dtype, device=self.device)
+            self.grad = torch.empty(last - first, dtype=self.grad_dtype, device=self.device)
         return self.grad
 
     @property
@@ -352,7 +352,7 @@ class Flat:
         self.contributed.clear()
         self.arrived.clear()
         self._stale.clear()
-        self.local = self._held = None
+        self.grad = self.local = self._held = None
         self._fly(-self._flying)
         self.reduced = self.reducing = False
         self.version += 1

@@ -112,7 +112,7 @@ def stages(folder, corpus, tmp_path_factory):
     """The metrics of the same job at every stage: 2 ranks, accumulation, clipping, activation checkpointing at 3."""
     path = tmp_path_factory.mktemp("stages")
     for stage in range(4):
-        extra = ["--activation-checkpointing", "--save", path / "trained"] if stage == 3 else []
+        extra = ["--activation-checkpointing", "--save", path / "trained", "--trace", path / "trace.json"] if stage == 3 else []
         batch = ["--ranks", 2, "--micro-batch", 2, "--global-batch", 8, "--clip", 0.5, "--eval-every", 4]
         done = run(command(folder, corpus, "--stage", stage, *batch, "--metrics", path / f"{stage}.jsonl", *extra))
         (path / f"{stage}.txt").write_text(done.stdout, encoding="utf-8")
@@ -148,6 +148,15 @@ def test_what_is_printed(stages):
     for part in ("ZeRO stage 3 on 2 ranks", "a step: 8 sequences = 2 x 2 x 2", "of each epoch dropped", "step 6/6",
                  "grad norm", "tokens/s", "held-out loss:", "The measured bytes are those of stage 3", "total"):
         assert part in shown, shown
+
+
+def test_the_trace_of_the_last_step(stages):
+    lines = [json.loads(line) for line in (stages / "3.jsonl").read_text(encoding="utf-8").splitlines()]
+    split = next(line["trace"] for line in lines if "trace" in line)
+    assert len(split) == 2 and all(set(rank) == {"compute", "gather", "reduce", "optimizer", "waiting"} for rank in split)
+    events = json.loads((stages / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert "exposed communication (waiting)" in (stages / "3.txt").read_text(encoding="utf-8")
 
 
 def test_the_saved_model_has_the_last_held_out_loss(stages, corpus, tmp_path):

@@ -20,6 +20,7 @@ _HOME = {
     "take_part": "uneven",
     "save_weights": "export",
     "EMA": "ema",
+    "trace": "tracing",
     **dict.fromkeys(
         ("shard", "reserve", "no_sync", "gathered", "clip_grad_norm_", "full_state_dict", "memory", "traffic", "close"),
         "engine",

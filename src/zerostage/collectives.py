@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,11 +29,13 @@ import torch.distributed as dist
 
 from zerostage.notes import STALL, Notes
 from zerostage.partition import Partition
+from zerostage.timeline import Timeline
 
 #: Elements per piece of a reduction or an optimizer update on a CPU: fp32 pieces of this size stay in its cache.
 CHUNK = 262_144
 #: The same on an accelerator, where a piece must be worth a kernel launch.
 LARGE_CHUNK = 16_777_216
+_UNTIMED = nullcontext()
 #: Tag of messages that nobody receives.
 PROBE = 2**31 - 1
 
@@ -79,6 +82,7 @@ class Pending:
         self.what, self.number = what, number
         self._channel = channel
         self._works = works
+        self._issued = time.time_ns()
         self._done = threading.Event()
         self._error: BaseException | None = None
         if channel is None:
@@ -91,6 +95,8 @@ class Pending:
                 self._works[place].wait()
         except BaseException as error:
             self._error = error
+        if (timeline := self._channel.world.timeline) is not None:
+            timeline.network.append((self._channel.kind, self.what, self._issued, time.time_ns()))
         self._done.set()
 
     @property
@@ -100,7 +106,8 @@ class Pending:
 
     def wait(self) -> None:
         if self._channel is not None and not self._done.is_set():
-            self._channel.wait(self, self._done)
+            with self._channel.world.span("waiting", self.what):
+                self._channel.wait(self, self._done)
         self._works = ()  # buffers are freed by the thread that made them, at a known moment
         if self._error is not None:
             raise self._channel.world.notes.lost(self.what) from None
@@ -192,9 +199,10 @@ class Team:
             work = _all_gather(buffer, mine, group=self.group, async_op=True)
             return StreamPending(works=(work,))
         works = []
-        for peer in self._others():
-            works.append(self.world.receive(parts[peer], self.ranks[peer], 2 * tag))
-            works.append(self.world.send(mine, self.ranks[peer], 2 * tag))
+        with self.world.span("gather", what):
+            for peer in self._others():
+                works.append(self.world.receive(parts[peer], self.ranks[peer], 2 * tag))
+                works.append(self.world.send(mine, self.ranks[peer], 2 * tag))
         return self.world.gathers.issue(what, works)
 
     def exchange(self, buffer: torch.Tensor, what: str, tag: int) -> tuple[Pending, list[torch.Tensor]]:
@@ -212,10 +220,11 @@ class Team:
             work = dist.all_to_all_single(received, buffer, group=self.group, async_op=True)
             return StreamPending(works=(work,)), list(received.chunk(self.size))
         works, received = [], list(parts)
-        for peer in self._others():
-            received[peer] = torch.empty_like(mine)
-            works.append(self.world.receive(received[peer], self.ranks[peer], 2 * tag + 1))
-            works.append(self.world.send(parts[peer], self.ranks[peer], 2 * tag + 1))
+        with self.world.span("reduce", what):
+            for peer in self._others():
+                received[peer] = torch.empty_like(mine)
+                works.append(self.world.receive(received[peer], self.ranks[peer], 2 * tag + 1))
+                works.append(self.world.send(parts[peer], self.ranks[peer], 2 * tag + 1))
         return self.world.reductions.issue(what, works), received
 
     def _others(self) -> list[int]:
@@ -277,6 +286,7 @@ class World:
         self._data: Any = None
         self._to_destroy: list[Any] = []
         self.notes: Notes | None = None
+        self.timeline: Timeline | None = None  # while somebody traces
         self.help: Callable[[int], None] = lambda needed: None  # issue gathers up to a number, while stuck
         if self.distributed and self.size > 1:
             # groups of our own, so that a user's collectives and ours never pair up; one for each kind of
@@ -318,6 +328,10 @@ class World:
             # torch names a part by its ranks, and would take the next one for this one if this one were destroyed
             self._to_destroy.append(made)
         return made
+
+    def span(self, kind: str, what: str) -> AbstractContextManager[None]:
+        """Note what is done in a block on the timeline, if there is one."""
+        return self.timeline.span(kind, what) if self.timeline is not None else _UNTIMED
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         return dist.isend(_raw(tensor), group=self._data, group_dst=rank, tag=tag)

@@ -151,10 +151,12 @@ class Flat:
 
     def gather(self) -> Pending:
         """Allocate the whole buffer and start to fill it. At rest before, complete once awaited."""
-        self.whole.untyped_storage().resize_(self.nbytes)
-        self.world.gathered.change(self.nbytes)
-        self.mine.copy_(self.shard)
-        return self.world.teams[0].gather(self.whole, f"the weights of {self.unit.name}", self.index)
+        what = f"the weights of {self.unit.name}"
+        with self.world.span("gather", what):
+            self.whole.untyped_storage().resize_(self.nbytes)
+            self.world.gathered.change(self.nbytes)
+            self.mine.copy_(self.shard)
+        return self.world.teams[0].gather(self.whole, what, self.index)
 
     def release(self) -> None:
         self.world.gathered.change(-self.whole.untyped_storage().nbytes())
@@ -299,12 +301,13 @@ class Flat:
             received = buffer.nbytes // team.size * (team.size - 1)
             self._fly(received)
             yield pending
-            if team is teams[-1]:
-                tree_sum(parts, self.own_grad, self.world.size, add)
-            else:
-                wide = torch.promote_types(buffer.dtype, torch.float32)
-                buffer = torch.empty(buffer.numel() // team.size, dtype=wide, device=self.device)
-                tree_sum(parts, buffer)
+            with self.world.span("reduce", what):
+                if team is teams[-1]:
+                    tree_sum(parts, self.own_grad, self.world.size, add)
+                else:
+                    wide = torch.promote_types(buffer.dtype, torch.float32)
+                    buffer = torch.empty(buffer.numel() // team.size, dtype=wide, device=self.device)
+                    tree_sum(parts, buffer)
             self._fly(-received)
         del buffer, parts
         self._fly(-self._flying)

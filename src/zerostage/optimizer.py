@@ -214,7 +214,8 @@ class Driver:
                 if flat.trainable:
                     flat.absorb_changes()
                     chosen = [s for s in self.segments[flat] if (flat, s.index) in used and id(s.parameter) in groups]
-                    self._update(flat, chosen, groups)
+                    with self.world.span("optimizer", unit.name):
+                        self._update(flat, chosen, groups)
                     flat.updated()
             sending = proceed(sending, block=False)
             for flat in unit.flats:
@@ -247,7 +248,8 @@ class Driver:
         if self.known_norm is not None and self.known_norm[0] == versions:
             finite = self.known_norm[1] - self.known_norm[1] == 0.0
         else:
-            finite = own_finite(self.flats)
+            with self.world.span("optimizer", "are all gradients finite"):
+                finite = own_finite(self.flats)
         proposals = self.schedule.proposals()
         places = [(flat, index) for flat in self.flats for index in range(len(flat.parameters))]
         votes = [not finite, any(p is not None for p in proposals), *(index in flat.contributed for flat, index in places)]

@@ -21,6 +21,7 @@ waits for the compute stream when they are issued. So no buffer needs `record_st
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -94,6 +95,8 @@ class Schedule:
     def record(self, event: str, unit: Unit) -> None:
         if self.events is not None:
             self.events.append((event, unit.name))
+        if event == "ready" and self.world.timeline is not None:
+            self.world.timeline.ready.append((unit.name, time.time_ns()))
 
     # Hooks
 
@@ -424,7 +427,8 @@ class Schedule:
         self._expect(unit)
         if flat.reducing:
             self._drain()
-        flat.take(index, gradient)
+        with self.world.span("reduce", flat.layout.slots[index].name):
+            flat.take(index, gradient)
         self._waits[unit].discard((flat, index))
         self._maybe_done(unit)
 

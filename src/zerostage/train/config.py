@@ -63,6 +63,7 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes GPUs where there are any")
     threads: CountOrZero = Field(0, description="CPU threads per rank (0: one on the CPU, torch's default with GPUs)")
     metrics: str = Field("", description="JSONL file of metrics, overwritten (default: a new one under runs/)")
+    trace: str = Field("", description="file that receives a Chrome trace of the last step, all ranks; CPU only")
     save: str = Field("", description="folder that receives the trained model, in Hugging Face form")
 
     def source(self, name: str) -> str:

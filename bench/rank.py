@@ -20,17 +20,25 @@ WARM_UP = 3
 
 
 def run(rank: int, ranks: int, port: int, engine: str, kind: str, steps: int, results: Any) -> None:
-    """Join the group and send (rank, figures) of one measurement: 'time', 'memory', 'traffic' or 'floor'."""
+    """Join the group and send (rank, figures) of one measurement: 'time', 'memory', 'traffic', 'trace' or 'floor'.
+
+    A measurement that fails sends the exception's text.
+    """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if kind == "floor":
-        figures = floor.measure(rank, ranks)
-    else:
-        figures = {"time": times, "memory": memory, "traffic": traffic}[kind](rank, engine, steps)
-    results.put((rank, figures))
-    dist.barrier()
+    try:
+        if kind == "floor":
+            figures = floor.measure(rank, ranks)
+        else:
+            figures = {"time": times, "memory": memory, "traffic": traffic, "trace": trace}[kind](rank, engine, steps)
+        results.put((rank, figures))
+        dist.barrier()
+    except Exception as error:
+        results.put((rank, f"{type(error).__name__}: {error}"))
+    results.close()
+    results.join_thread()
     os._exit(0)  # some engines' threads and destructors wait for ever
 
 
@@ -53,10 +61,14 @@ def times(rank: int, engine: str, steps: int) -> dict[str, Any]:
 
 
 def memory(rank: int, engine: str, steps: int) -> dict[str, int]:
-    """Bytes by the allocator's own events, from before the model is built: at rest after the last step, and at most in it."""
+    """Bytes by the allocator's own events, from before the model is built: at rest after the last step, and at most in it.
+
+    'bound' is what zerostage's ledger allows for the peak without activations.
+    """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step = build(engine)
+        model = task.model()
+        step = ENGINES[engine][0](model)
         for number in range(WARM_UP):
             step(task.batch(rank, number))
         gc.collect()
@@ -69,7 +81,12 @@ def memory(rank: int, engine: str, steps: int) -> dict[str, int]:
         live.change(event.extra_fields.ptr, event.extra_fields.alloc_size)
         if event.start_time_ns >= began:
             peak = max(peak, live.bytes)
-    return {"at_rest": live.bytes, "peak": peak}
+    found = {"at_rest": live.bytes, "peak": peak}
+    if engine.startswith("zerostage"):
+        import zerostage
+
+        found["bound"] = zerostage.memory(model).peak["bound"]
+    return found
 
 
 class Live:
@@ -148,6 +165,19 @@ def traffic(rank: int, engine: str, steps: int) -> dict[str, int]:
     with Counter():
         step(task.batch(rank, WARM_UP))
     return found
+
+
+def trace(rank: int, engine: str, steps: int) -> Any:
+    """All ranks' timelines of a step after the warm-up, by zerostage itself; see `zerostage.trace`."""
+    import zerostage
+
+    model = task.model()
+    step = ENGINES[engine][0](model)
+    for number in range(WARM_UP):
+        step(task.batch(rank, number))
+    with zerostage.trace(model) as found:
+        step(task.batch(rank, WARM_UP))
+    return found.ranks
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -5,6 +5,8 @@ A Llama of 43.8M parameters, micro-batches of 2 x 128 random tokens, AdamW. bf16
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -29,6 +31,12 @@ def model(**shape: int) -> nn.Module:
 
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **shape})).train()
+
+
+def describe() -> dict[str, Any]:
+    """The work in plain values, for the bench's output."""
+    parameters = sum(parameter.numel() for parameter in model().parameters())
+    return {"parameters": parameters, "batch": [ROWS, LENGTH], "model": SHAPE, "AdamW": OPTIMIZER}
 
 
 def batch(rank: int, step: int) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import zerostage
 from zerostage.engine import engine_of
 
+
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -7,11 +7,14 @@ reduce-scatter: the same bytes, one rounding, and the same bits at every partiti
 
 Over gloo both are pairs of tagged sends and receives, measured two to five times faster than
 its all-gather and reduce-scatter, and messages of different units can never be mistaken
-for one another. Over NCCL they are its all-gather and all-to-all.
+for one another. Over NCCL they are its all-gather and all-to-all, and so they are over torch's
+"fake" backend, which copies this rank's part into every place: no rank's true values, but all
+of its memory, at any number of ranks.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -192,34 +195,34 @@ class Team:
         """Complete `buffer`, of which this rank holds part `index` of `size` equal parts, in place."""
         if self.size == 1:
             return Pending()
-        parts = buffer.chunk(self.size)
-        mine = parts[self.index]
+        mine = self._part(buffer)
         self.world.meter.add("all_gather", (self.size - 1) * mine.nbytes)
         if self.world.streams:
             work = _all_gather(buffer, mine, group=self.group, async_op=True)
             return StreamPending(works=(work,))
-        works = []
+        works, parts = [], buffer.chunk(self.size)
         with self.world.span("gather", what):
             for peer in self._others():
                 works.append(self.world.receive(parts[peer], self.ranks[peer], 2 * tag))
                 works.append(self.world.send(mine, self.ranks[peer], 2 * tag))
         return self.world.gathers.issue(what, works)
 
-    def exchange(self, buffer: torch.Tensor, what: str, tag: int) -> tuple[Pending, list[torch.Tensor]]:
+    def exchange(self, buffer: torch.Tensor, what: str, tag: int) -> tuple[Pending, Sequence[torch.Tensor] | torch.Tensor]:
         """Hand part i of `buffer` to rank i. Returns every rank's part `index`, in rank order, once awaited.
 
-        This rank's own part is a view of `buffer`, which must stay untouched until then.
+        These are the rows of one tensor, or a list in which this rank's own part is a view of
+        `buffer`, which must stay untouched until then.
         """
-        parts = list(buffer.chunk(self.size))
-        mine = parts[self.index]
+        mine = self._part(buffer)
         if self.size == 1:
             return Pending(), [mine]
         self.world.meter.add("reduce_scatter", (self.size - 1) * mine.nbytes)
         if self.world.streams:
             received = torch.empty_like(buffer)
             work = dist.all_to_all_single(received, buffer, group=self.group, async_op=True)
-            return StreamPending(works=(work,)), list(received.chunk(self.size))
-        works, received = [], list(parts)
+            return StreamPending(works=(work,)), received.view(self.size, -1)
+        works, parts = [], buffer.chunk(self.size)
+        received = list(parts)
         with self.world.span("reduce", what):
             for peer in self._others():
                 received[peer] = torch.empty_like(mine)
@@ -227,38 +230,61 @@ class Team:
                 works.append(self.world.send(parts[peer], self.ranks[peer], 2 * tag + 1))
         return self.world.reductions.issue(what, works), received
 
+    def _part(self, buffer: torch.Tensor) -> torch.Tensor:
+        size = buffer.numel() // self.size  # chunk() would make as many views as there are ranks
+        return buffer[self.index * size : (self.index + 1) * size]
+
     def _others(self) -> list[int]:
         """The other members, each rank starting with its neighbour so that no one is everybody's first."""
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
 
 def tree_sum(
-    parts: Sequence[torch.Tensor], out: torch.Tensor, divisor: int = 1, add: torch.Tensor | None = None
+    parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor, divisor: int = 1, add: torch.Tensor | None = None
 ) -> None:
     """out = sum(parts) / divisor (+ add), computed in fp32 (fp64 for fp64) and rounded once to out's dtype.
 
     Neighbours are added first, then pairs of neighbours, and so on: the tree over n ranks
     contains the tree over any aligned power of two of them, so reducing first within such
     nodes and then across them gives the same bits. `out` and `add` may be one of the parts.
+
+    Parts may be the rows of one tensor: then the number of calls does not grow with theirs.
     """
     if len(parts) == 1 and divisor == 1 and add is None:
         out.copy_(parts[0])
         return
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     size = piece_size(out.device)
+    rows = isinstance(parts, torch.Tensor)
+    if rows:  # half of them are wide at a time
+        size = max(1, 2 * size // len(parts))
     # torch adds two bf16 numbers in fp32 and rounds once, and bf16 has the range of fp32
     pair = len(parts) == 2 and add is None and {part.dtype for part in parts} == {out.dtype} <= {wide, torch.bfloat16}
-    for place, *pieces in zip(out.split(size), *(part.split(size) for part in (*parts, *([] if add is None else [add])))):
+    for start in range(0, out.numel(), size):
+        piece = slice(start, start + size)
+        place = out[piece]
         if pair:
-            result = torch.add(*pieces, out=place)
+            result = torch.add(parts[0][piece], parts[1][piece], out=place)
+        elif rows:
+            result = _tree(parts[:, piece], wide)
         else:
-            result = _subtree(pieces[: len(parts)], wide)
+            result = _subtree([part[piece] for part in parts], wide)
         if divisor > 1:
             result.div_(divisor)
         if add is not None:
-            result.add_(pieces[-1])
+            result.add_(add[piece])
         if result is not place:
             place.copy_(result)
+
+
+def _tree(rows: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """`_subtree` of the rows of one tensor, a whole layer of the tree at a time; of an odd number the last goes on as it is."""
+    total = rows[::2].to(wide, copy=True)
+    total[: len(rows) // 2].add_(rows[1::2])
+    while len(total) > 1:
+        total[: len(total) // 2 * 2 : 2].add_(total[1::2])
+        total = total[::2]
+    return total[0]
 
 
 def _subtree(parts: Sequence[torch.Tensor], wide: torch.dtype) -> torch.Tensor:
@@ -282,7 +308,9 @@ class World:
         self.size = dist.get_world_size(group) if self.distributed else 1
         self.global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if self.distributed else [0]
         self.partition = (partition or place(self.size)).check(self.size)
-        self.streams = device.type == "cuda" and self.distributed
+        # torch's "fake" backend: one process stands for a rank of many, and there is nobody to talk to
+        self.alone = self.distributed and dist.get_backend(group) == "fake"
+        self.streams = self.distributed and (device.type == "cuda" or self.alone)
         self._data: Any = None
         self._to_destroy: list[Any] = []
         self.notes: Notes | None = None
@@ -294,7 +322,7 @@ class World:
             self._data, self._votes, self._norms, self._objects = (
                 self._new_group(self.global_ranks, "gloo") for _ in range(4)
             )
-            store = dist.distributed_c10d._get_default_store()
+            store = dist.HashStore() if self.alone else dist.distributed_c10d._get_default_store()
             self.notes = Notes(store, self._data.group_name, self.rank, self.global_ranks, self.closed)
             self.gathers = Channel(self, "gather")
             self.reductions = Channel(self, "reduction")
@@ -307,21 +335,17 @@ class World:
         return not self.distributed or self.size == dist.get_world_size()
 
     def _team(self, level: int) -> Team:
-        digits = [self.partition.digits(rank, self.size) for rank in range(self.size)]
-
-        def others(rank: int) -> tuple:
-            return digits[rank][:level] + digits[rank][level + 1 :]
-
-        teams = {}
-        for rank in range(self.size):
-            teams.setdefault(others(rank), []).append(rank)
-        team = Team(self, teams[others(self.rank)])
+        radices = self.partition.levels(self.size)
+        apart = math.prod(radices[:level])  # from one member to the next
+        first = self.rank - self.partition.digits(self.rank, self.size)[level] * apart
+        team = Team(self, range(first, first + radices[level] * apart, apart))
         if self.streams and team.size > 1:
             team.group = self._new_group([self.global_ranks[rank] for rank in team.ranks], "nccl")
         return team
 
     def _new_group(self, ranks: list[int], backend: str) -> Any:
         part = len(ranks) < dist.get_world_size()
+        backend = "fake" if self.alone else backend
         # only the members of a part make it: the other ranks may train another model meanwhile
         made = dist.new_group(ranks, timedelta(hours=2), backend, use_local_synchronization=part)
         if not part:

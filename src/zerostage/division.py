@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import nn
 
-
 #: Under which names wrappers hold the module that they wrap: of torch.compile, checkpointing and FSDP.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 

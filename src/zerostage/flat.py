@@ -79,13 +79,17 @@ class Flat:
 
     # Weights
 
-    def fill(self, values: Sequence[torch.Tensor]) -> None:
-        """Give the parameters `values`, as rank 0 has them. They become views of the flat buffer."""
+    def fill(self, values: Sequence[torch.Tensor], missing: bool = False) -> None:
+        """Give the parameters `values`, as rank 0 has them. They become views of the flat buffer.
+
+        missing: no rank has values yet, so there are none to send.
+        """
         source = torch.zeros(self.layout.numel, dtype=self.master_dtype, device=self.device)
         for slot, value in zip(self.layout.slots, values):
             if not value.is_meta:
                 source[slot.start : slot.start + slot.numel].view(slot.shape).copy_(value)
-        self.world.broadcast(source, f"the initial values of {self.unit.name}")
+        if not missing:
+            self.world.broadcast(source, f"the initial values of {self.unit.name}")
         self.whole = source.to(self.dtype)
         first, last = self.bounds[3]
         if self.has_master:

@@ -57,10 +57,12 @@ class Pass:
 
 def agree(orders: list[list[int] | None], names: list[str]) -> None:
     """Raise OrderError if two ranks' orders (by rank, as numbers of units) put the same units in different orders."""
-    for rank, first in enumerate(orders):
-        for other, second in list(enumerate(orders))[rank + 1 :]:
-            if not first or not second:
-                continue
+    different: dict[tuple[int, ...], int] = {}  # and the first rank that has it: of many ranks, few differ
+    for rank, order in enumerate(orders):
+        if order:
+            different.setdefault(tuple(order), rank)
+    for place, (first, rank) in enumerate(different.items()):
+        for second, other in list(different.items())[place + 1 :]:
             in_both = set(first) & set(second)
             for a, b in zip((i for i in first if i in in_both), (i for i in second if i in in_both)):
                 if a != b:

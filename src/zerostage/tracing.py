@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ ROWS = {
 class Trace:
     """One `Timeline` a rank, in rank order, once the block of `trace` is left."""
 
-    def __init__(self) -> None:
-        self.ranks: list[Timeline] = []
+    def __init__(self, ranks: Sequence[Timeline] = ()) -> None:
+        self.ranks = list(ranks)
 
     def split(self) -> list[dict[str, float]]:
         """Seconds of each rank's main thread by kind (`timeline.KINDS`); they sum to the time of the block.

@@ -29,7 +29,8 @@ from zerostage.tracing import Trace
 
 def measure(engine: str, ranks: int, kind: str, steps: int = 0, timeout: float = 300) -> list[Any]:
     """Every rank's figures, in rank order. Raises RuntimeError when a rank ends without any."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # each process is new, its imports are there
+    context.set_forkserver_preload(["bench.rank", "transformers.models.llama.modeling_llama", "zerostage.engine"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -73,9 +74,9 @@ def bench(ranks: int, engines: list[str], rounds: int, steps: int, out: Path) ->
             found["engines"][name]["losses"] = [losses[0], losses[-1]]
             print(f"{ranks} ranks, round {round_ + 1}/{rounds}: {name} {sorted(slowest)[len(slowest) // 2]:.3f} s", flush=True)
     for name in engines:
-        held = measure(name, ranks, "memory")
-        found["engines"][name] |= {key: max(figures[key] for figures in held) for key in held[0]}
-        found["engines"][name]["sent"] = measure(name, ranks, "traffic")[ranks - 1]
+        held = measure(name, ranks, "bytes")
+        found["engines"][name] |= {key: max(figures[key] for figures in held) for key in held[0] if key != "sent"}
+        found["engines"][name]["sent"] = held[-1]["sent"]
         print(f"{ranks} ranks: {name} {held[0]['peak'] / 1e6:,.0f} MB at most", flush=True)
         if name.startswith("zerostage"):
             trace = Trace(measure(name, ranks, "trace")[0])  # every rank has all of them
@@ -108,8 +109,8 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default: 2,4)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each engine is timed")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps a round")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each engine is timed")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps a round")
     parser.add_argument("--engines", default="", help="only those whose names hold one of these, separated by commas")
     parser.add_argument("--only", default="engines,scaling,network", help="the parts to run")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for bench.json and bench.png")

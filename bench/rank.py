@@ -20,7 +20,7 @@ WARM_UP = 3
 
 
 def run(rank: int, ranks: int, port: int, engine: str, kind: str, steps: int, results: Any) -> None:
-    """Join the group and send (rank, figures) of one measurement: 'time', 'memory', 'traffic', 'trace' or 'floor'.
+    """Join the group and send (rank, figures) of one measurement: 'time', 'bytes', 'trace' or 'floor'.
 
     A measurement that fails sends the exception's text.
     """
@@ -32,7 +32,7 @@ def run(rank: int, ranks: int, port: int, engine: str, kind: str, steps: int, re
         if kind == "floor":
             figures = floor.measure(rank, ranks)
         else:
-            figures = {"time": times, "memory": memory, "traffic": traffic, "trace": trace}[kind](rank, engine, steps)
+            figures = {"time": times, "bytes": held, "trace": trace}[kind](rank, engine, steps)
         results.put((rank, figures))
         dist.barrier()
     except Exception as error:
@@ -60,10 +60,11 @@ def times(rank: int, engine: str, steps: int) -> dict[str, Any]:
     return {"seconds": seconds[WARM_UP:], "losses": torch.stack(losses).float().tolist()}
 
 
-def memory(rank: int, engine: str, steps: int) -> dict[str, int]:
+def held(rank: int, engine: str, steps: int) -> dict[str, Any]:
     """Bytes by the allocator's own events, from before the model is built: at rest after the last step, and at most in it.
 
-    'bound' is what zerostage's ledger allows for the peak without activations.
+    'bound' is what zerostage's ledger allows for the peak without activations; 'sent' are the bytes
+    that one more step sends, by collective.
     """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -81,7 +82,7 @@ def memory(rank: int, engine: str, steps: int) -> dict[str, int]:
         live.change(event.extra_fields.ptr, event.extra_fields.alloc_size)
         if event.start_time_ns >= began:
             peak = max(peak, live.bytes)
-    found = {"at_rest": live.bytes, "peak": peak}
+    found: dict[str, Any] = {"at_rest": live.bytes, "peak": peak, "sent": sent(step, task.batch(rank, WARM_UP + 1))}
     if engine.startswith("zerostage"):
         import zerostage
 
@@ -144,13 +145,10 @@ SENT = {
 }
 
 
-def traffic(rank: int, engine: str, steps: int) -> dict[str, int]:
-    """Bytes that one step sends, by collective, counted where torch.distributed dispatches them."""
+def sent(step: Step, batch: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Bytes that a step sends, by collective, counted where torch.distributed dispatches them."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    step = build(engine)
-    for number in range(WARM_UP):
-        step(task.batch(rank, number))
     found: dict[str, int] = {}
 
     class Counter(TorchDispatchMode):
@@ -163,7 +161,7 @@ def traffic(rank: int, engine: str, steps: int) -> dict[str, int]:
             return func(*args, **(kwargs or {}))
 
     with Counter():
-        step(task.batch(rank, WARM_UP))
+        step(batch)
     return found
 
 

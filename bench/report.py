@@ -64,7 +64,7 @@ def fastest_peer(run: dict[str, Any], stage: int, fused: bool) -> str | None:
 
 def show(result: dict[str, Any]) -> None:
     """Print everything that was measured."""
-    console = Console(width=150, highlight=False)
+    console = Console(width=140, highlight=False)
     machine = result["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items() if number)
     console.print(f"{machine['command']}\n{machine['cpu']}, {machine['cores']} cores; {machine['system']}; {versions}")
@@ -80,14 +80,18 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _show_engines(console: Console, run: dict[str, Any], parameters: int) -> None:
-    table = Table(title=f"\n{run['ranks']} ranks, one thread each; {parameters:,} parameters", title_justify="left")
-    for heading in ("engine", "step, s", "(rounds)", "of its floor", "peak B/param", "its bound", "at rest B/param", "model sizes sent", "loss"):
+    console.print(
+        f"\n{run['ranks']} ranks, one thread each; {parameters:,} parameters. Seconds a step and their ratio to the floor of the "
+        "stage: median (range of rounds). Bytes per parameter and rank: at most, zerostage's bound for that, at rest after "
+        "zero_grad. Model sizes of 2 bytes per parameter sent, in units of (n-1)/n. Loss of the first and last step."
+    )
+    table = Table()
+    for heading in ("engine", "step, s", "/ floor", "peak", "bound", "at rest", "sent", "loss"):
         table.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=True)
     for row in rows(run, parameters):
         table.add_row(
             row["engine"],
-            f"{row['seconds']:.3f}",
-            f"{row['spread'][0]:.3f} to {row['spread'][1]:.3f}",
+            f"{row['seconds']:.3f} ({row['spread'][0]:.3f} to {row['spread'][1]:.3f})",
             "{:.2f} ({:.2f} to {:.2f})".format(*row["floor"]) if "floor" in row else "",
             f"{row['peak']:.2f}",
             f"{row['bound']:.2f}" if "bound" in row else "",

@@ -84,6 +84,7 @@ class Schedule:
         self._complete: set[Unit] = set()  # units whose gradients are complete, not yet reduced
         self._reduced: list[Unit] = []  # units whose reduction this backward has issued
         self._inflight: list[tuple[Iterator[Pending], Pending]] = []
+        self._allowed = 0  # bytes of gradients in flight, in this backward
         self._handles: list[Any] = []
         world.help = partial(_help, weakref.ref(self))
         self._hook(model)
@@ -382,6 +383,7 @@ class Schedule:
         if self._accumulates:
             self._unreduced = not self.sync
         self._expected, self._waits, self._complete, self._reduced = set(), {}, set(), []
+        self._allowed = gradients_bound(self.units, self.world.partition)
         self.backward_order.seen, self.reduce_order.seen = {}, {}
         self._walk = Pass(self.backward_order.units, self.backward_order.learned) if self.divided else None
 
@@ -479,9 +481,9 @@ class Schedule:
         There must be room for what it receives and for the gradients of the unit that backward
         comes to next. So a small unit between large ones, a last norm for example, makes nobody wait.
         """
-        following = self.reduce_order.units[len(self._reduced) :][:1] if self.world.partition.gradients > 1 else []
+        following = self.reduce_order.units[len(self._reduced) : len(self._reduced) + 1] if self.world.partition.gradients > 1 else []
         needed = sum(u.gradient_bytes for u in (unit, *following))
-        return self.world.in_flight.now + needed <= gradients_bound(self.units, self.world.partition)
+        return self.world.in_flight.now + needed <= self._allowed
 
     def _step_inflight(self) -> None:
         """Bring each reduction under way one collective further."""

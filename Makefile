@@ -14,7 +14,7 @@ train: $(VENV)/train.stamp
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(TESTS)
 
-# Train the same model under every engine in turn, about 40 minutes: tables, runs/bench/bench.json, bench.png and traces.
+# Train the same model under every engine in turn, about half an hour: tables, runs/bench/bench.json, bench.png and traces.
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench $(BENCH)
 

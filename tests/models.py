@@ -6,8 +6,13 @@ plain one-process run on it is the oracle for a data-parallel run.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
+
+#: Elements; every parameter starts at a multiple of them.
+ALIGN = 64
 
 
 def tiny_llama(
@@ -86,3 +91,13 @@ def joined_features(n: int, step: int, **shape: int) -> tuple[torch.Tensor, torc
     """The features of ranks 0 to n-1, concatenated in rank order."""
     xs, ys = zip(*(features(rank, step, **shape) for rank in range(n)))
     return torch.cat(xs), torch.cat(ys)
+
+
+def padded_sizes(model: nn.Module, n: int) -> list[int]:
+    """Elements of each unit's flat buffer: each parameter padded to 64 elements, the sum to 64 n."""
+    units: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        unit = ".".join(parts[:3]) if parts[1] == "layers" else name if parameter.dim() > 1 else "root"
+        units[unit] = units.get(unit, 0) + math.ceil(parameter.numel() / ALIGN) * ALIGN
+    return [math.ceil(size / (ALIGN * n)) * ALIGN * n for size in units.values()]

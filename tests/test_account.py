@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import gc
-import math
 from contextlib import nullcontext
 
 import pytest
 import torch
 from allocations import live_storages, recorded
-from models import batch, tiny_llama
+from models import batch, padded_sizes, tiny_llama
 from ranks import run
 from torch import nn
 
 import zerostage
 from zerostage import Partition, Precision
 
-ALIGN = 64
 SHAPE = dict(layers=4, hidden=64, vocab=512)
-
-
-def padded_sizes(model: nn.Module, n: int) -> list[int]:
-    """Elements of each unit's flat buffer: each parameter padded to 64 elements, the sum to 64 n."""
-    units: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        unit = ".".join(parts[:3]) if parts[1] == "layers" else name if parameter.dim() > 1 else "root"
-        units[unit] = units.get(unit, 0) + math.ceil(parameter.numel() / ALIGN) * ALIGN
-    return [math.ceil(size / (ALIGN * n)) * ALIGN * n for size in units.values()]
 
 
 def partitions(n: int) -> list[Partition]:

@@ -5,30 +5,17 @@ Time is CPU time of the process, which a busy machine changes little; of several
 
 from __future__ import annotations
 
-import math
-
 import pytest
+from models import ALIGN, padded_sizes
 from ranks import run
-from torch import nn
 
 from bench import scaling, task
 
-ALIGN = 64
 #: 2M parameters: padding may be a part of that here, since it is counted to the byte.
 SHAPE = dict(
     num_hidden_layers=2, hidden_size=256, intermediate_size=704, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024
 )
 WORLDS = (8, 512, 1024)
-
-
-def padded_sizes(model: nn.Module, n: int) -> list[int]:
-    """Elements of each unit's flat buffer: each parameter padded to 64 elements, the sum to 64 n."""
-    units: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        unit = ".".join(parts[:3]) if parts[1] == "layers" else name if parameter.dim() > 1 else "root"
-        units[unit] = units.get(unit, 0) + math.ceil(parameter.numel() / ALIGN) * ALIGN
-    return [math.ceil(size / (ALIGN * n)) * ALIGN * n for size in units.values()]
 
 
 def in_worlds(rank: int, n: int) -> dict[int, dict]:

@@ -262,6 +262,10 @@ def _sent() -> int:
 
 
 def show(found: dict[str, Any]) -> None:
+    if "not measured" in found:
+        print(f"slow network not measured: {found['not measured']}")
+        return
+
     def spread(values: list[float]) -> str:
         return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench import floor, task
@@ -42,13 +43,18 @@ def run(rank: int, ranks: int, port: int, engine: str, kind: str, steps: int, re
     os._exit(0)  # some engines' threads and destructors wait for ever
 
 
-def build(engine: str) -> Step:
-    return ENGINES[engine][0](task.model())
+def warmed_up(rank: int, engine: str) -> tuple[nn.Module, Step]:
+    """A model, and its step after WARM_UP of them."""
+    model = task.model()
+    step = ENGINES[engine][0](model)
+    for number in range(WARM_UP):
+        step(task.batch(rank, number))
+    return model, step
 
 
 def times(rank: int, engine: str, steps: int) -> dict[str, Any]:
     """Seconds of each step after a warm-up, and all losses."""
-    step = build(engine)
+    step = ENGINES[engine][0](task.model())
     losses, seconds = [], []
     for number in range(WARM_UP + steps):
         batch = task.batch(rank, number)
@@ -68,10 +74,7 @@ def held(rank: int, engine: str, steps: int) -> dict[str, Any]:
     """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model = task.model()
-        step = ENGINES[engine][0](model)
-        for number in range(WARM_UP):
-            step(task.batch(rank, number))
+        model, step = warmed_up(rank, engine)
         gc.collect()
         began = time.time_ns()
         step(task.batch(rank, WARM_UP))
@@ -169,10 +172,7 @@ def trace(rank: int, engine: str, steps: int) -> Any:
     """All ranks' timelines of a step after the warm-up, by zerostage itself; see `zerostage.trace`."""
     import zerostage
 
-    model = task.model()
-    step = ENGINES[engine][0](model)
-    for number in range(WARM_UP):
-        step(task.batch(rank, number))
+    model, step = warmed_up(rank, engine)
     with zerostage.trace(model) as found:
         step(task.batch(rank, WARM_UP))
     return found.ranks

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import zerostage
 from bench import task
 from zerostage.engine import engine_of
-from zerostage.plan.memory import estimate
+from zerostage.planning.memory import estimate
 
 #: Dense bf16 FLOP/s by the vendor's data sheets; the first name that occurs in the device's counts.
 PEAK_FLOPS = {"H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}

@@ -93,8 +93,8 @@ def test_Q4_a_half_set_environment_names_what_is_missing():
 
 
 def test_Q4_slurm_gives_each_rank_its_place():
+    from zerostage.mistakes import InputError
     from zerostage.train import launch
-    from zerostage.train.config import InputError
 
     bare = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
     with pytest.raises(InputError, match="has SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID but lacks MASTER_ADDR, MASTER_PORT"):

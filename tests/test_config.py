@@ -2,7 +2,8 @@
 
 import pytest
 
-from zerostage.train.config import InputError, TrainConfig, closest, derive_batch, flag, load
+from zerostage.mistakes import InputError, closest
+from zerostage.train.config import TrainConfig, derive_batch, flag, load
 
 BASE = {"model": "m", "data": ["d.txt"]}
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerostage.mistakes import InputError
 from zerostage.train import data
-from zerostage.train.config import InputError, TrainConfig
+from zerostage.train.config import TrainConfig
 
 END = 1
 

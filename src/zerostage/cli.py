@@ -10,8 +10,8 @@ import sys
 import click
 
 from zerostage import __version__
+from zerostage.mistakes import InputError, closest
 from zerostage.train import config as settings
-from zerostage.train.config import InputError
 
 
 class TrainCommand(click.Command):
@@ -89,7 +89,7 @@ def _train(config: settings.TrainConfig) -> None:
 @click.option("--json", "as_json", is_flag=True, help="whole bytes as JSON instead of tables")
 def plan(params: str, ranks: str, as_json: bool) -> None:
     """Print what each stage holds and sends per rank, for mixed-precision Adam."""
-    from zerostage.plan import memory, report
+    from zerostage.planning import memory, report
 
     table = memory.table(_parameters(params), _ranks(ranks))
     if as_json:
@@ -131,13 +131,13 @@ def main() -> None:
         sys.exit(2)
     except click.NoSuchOption as error:
         names = [name for option in error.ctx.command.params for name in option.opts] if error.ctx else []
-        message = f"there is no flag {error.option_name}{settings.closest(error.option_name, names)}" + _see(error)
+        message = f"there is no flag {error.option_name}{closest(error.option_name, names)}" + _see(error)
     except click.UsageError as error:
         words = error.format_message().rstrip(".")
         if isinstance(error.ctx and error.ctx.command, click.Group):
             asked = re.search(r"No such command '(.*?)'", words)
             if asked:
-                words = f"there is no command {asked[1]}" + settings.closest(asked[1], error.ctx.command.commands)
+                words = f"there is no command {asked[1]}" + closest(asked[1], error.ctx.command.commands)
         message = words + _see(error)
     except (KeyboardInterrupt, click.Abort):
         print("\nstopped", file=sys.stderr)

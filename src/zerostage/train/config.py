@@ -7,13 +7,14 @@ two values that disagree can say where to look. Neither torch nor transformers i
 
 from __future__ import annotations
 
-import difflib
 import os
 import typing
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+
+from zerostage.mistakes import InputError, closest
 
 Count = typing.Annotated[int, Field(ge=1)]
 CountOrZero = typing.Annotated[int, Field(ge=0)]
@@ -23,10 +24,6 @@ PositiveOrZero = typing.Annotated[float, Field(ge=0, allow_inf_nan=False)]
 #: A flag arrives as text, and pydantic compares literals without conversion.
 Stage = typing.Annotated[Literal[0, 1, 2, 3], BeforeValidator(lambda v: int(v) if str(v) in "0123" else v)]
 Files = typing.Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-
-
-class InputError(Exception):
-    """Something that the user gave cannot be used; the text is one line that says what and what to do."""
 
 
 class TrainConfig(BaseModel):
@@ -84,12 +81,6 @@ def kind(name: str) -> type:
     """list, Literal, or the type (bool, int, float, str) of field `name`."""
     annotation = TrainConfig.model_fields[name].annotation
     return typing.get_origin(annotation) or annotation
-
-
-def closest(name: str, names) -> str:
-    """'; did you mean X?' for the name nearest to `name`, or ''."""
-    match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]}?" if match else ""
 
 
 def load(path: str | None, flags: dict[str, Any], environ: dict[str, str] | None = None) -> TrainConfig:

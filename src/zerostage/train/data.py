@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from zerostage.train.config import InputError, TrainConfig
+from zerostage.mistakes import InputError
+from zerostage.train.config import TrainConfig
 
 #: The label of a position without a target; cross_entropy's default for ignore_index.
 IGNORED = -100

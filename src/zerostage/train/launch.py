@@ -21,7 +21,7 @@ import traceback
 import uuid
 from pathlib import Path
 
-from zerostage.train.config import InputError
+from zerostage.mistakes import InputError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")

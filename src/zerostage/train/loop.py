@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import zerostage
+from zerostage.mistakes import InputError
 from zerostage.train import account, data, model_folder
 from zerostage.train import model as models
-from zerostage.train.config import InputError, TrainConfig
+from zerostage.train.config import TrainConfig
 from zerostage.train.report import Report
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import zerostage
-from zerostage.train.config import InputError, TrainConfig
+from zerostage.mistakes import InputError
+from zerostage.train.config import TrainConfig
 
 
 def load_tokenizer(folder: Path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zerostage.train.config import InputError
+from zerostage.mistakes import InputError
 
 
 def find(name: str) -> Path:

@@ -1,0 +1,57 @@
+"""What is asked of a run: the knobs that a plan turns. Validated, and independent of model and machine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Engine = Literal["zerostage", "fsdp2", "fsdp1", "deepspeed", "ddp", "megatron"]
+ENGINES: tuple[str, ...] = ("zerostage", "fsdp2", "fsdp1", "deepspeed", "ddp", "megatron")
+
+
+class Run(BaseModel):
+    """How one rank trains. Sizes are per rank; a step is `accumulation` micro-batches of `micro_batch` x `sequence` tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    micro_batch: int = Field(1, ge=1, description="sequences in one forward of one rank")
+    accumulation: int = Field(1, ge=1, description="micro-batches in a step")
+    sequence: int = Field(4096, ge=1, description="tokens in a sequence")
+    checkpointing: Literal["none", "selective", "full"] = Field(
+        "full",
+        description="activation checkpointing. full: a block's input is kept and the block recomputed; selective: as torchtitan's "
+        "'op' policy, the outputs of every other matrix product and of attention are kept",
+    )
+    attention: Literal["flash", "efficient", "eager"] = Field("flash", description="kernel; only 'eager' stores the scores")
+    loss: Literal["whole", "chunked"] = Field("whole", description="logits of all tokens at once, or of a chunk at a time")
+    chunks: int = Field(8, ge=1, description="number of chunks of a chunked loss")
+    weights: Literal["bf16", "fp16", "fp32"] = Field("bf16", description="dtype in which forward and backward compute")
+    gradients: Literal["bf16", "fp16", "fp32"] | None = Field(None, description="dtype of kept gradients; None: the engine's own")
+    master: Literal["fp32", "bf16", "fp16", "none"] = Field(
+        "fp32", description="dtype of what the optimizer updates; none or that of the weights: no second copy"
+    )
+    moments: Literal["fp32", "bf16", "int8"] | None = Field(None, description="dtype of the moments; None: the masters'")
+    optimizer: Literal["adamw", "sgd", "momentum", "adafactor"] = Field("adamw", description="sgd keeps no state, momentum one")
+    optimizer_kernel: Literal["fused", "foreach"] | None = Field(None, description="None: the engine's own")
+    offload: Literal["none", "optimizer", "optimizer+weights"] = Field("none", description="what is kept in CPU memory")
+    engine: Engine = "zerostage"
+    prefetch: int = Field(1, ge=0, description="units gathered ahead (zerostage)")
+    keep_local: bool = Field(False, description="accumulate without communication (no_sync): reduce once a step")
+    fp32_reduce: bool | None = Field(None, description="gradients travel as fp32; None: the engine's own")
+    lora_rank: int = Field(0, ge=0, description="rank of LoRA adapters on all linear layers of the blocks; the base is frozen; 0: none")
+    implementation: Literal["transformers", "torchtitan", "megatron"] = Field(
+        "transformers", description="whose modelling code runs: it decides which activations are saved"
+    )
+    compiled: bool = Field(False, description="torch.compile: elementwise chains are fused, so their intermediate results are not saved")
+    tensor: int = Field(1, ge=1, description="tensor-parallel degree (with sequence parallelism of the same degree)")
+    pipeline: int = Field(1, ge=1, description="pipeline stages")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch of one rank."""
+        return self.micro_batch * self.sequence
+
+
+#: Bytes of one element.
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 1, "none": 0}

@@ -85,6 +85,16 @@ class Architecture:
     def trainable_parameters(self) -> int:
         return sum(weight.numel for weight in self.weights if weight.trainable)
 
+    def trains(self, block: str) -> bool:
+        """Whether weights of a block (by its path) are trained, adapters apart."""
+        return self._trained.get(block, False)
+
+    @cached_property
+    def _trained(self) -> dict[str, bool]:
+        return {
+            unit.name: any(weight.trainable and ".lora_" not in weight.name for weight in unit.weights) for unit in self.units
+        }
+
     @cached_property
     def active_parameters(self) -> int:
         """Parameters that one token uses."""

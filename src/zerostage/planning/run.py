@@ -24,7 +24,12 @@ class Run(BaseModel):
         "'op' policy, the outputs of every other matrix product and of attention are kept",
     )
     attention: Literal["flash", "efficient", "eager"] = Field("flash", description="kernel; only 'eager' stores the scores")
-    loss: Literal["whole", "chunked"] = Field("whole", description="logits of all tokens at once, or of a chunk at a time")
+    loss: Literal["whole", "fused", "chunked"] = Field(
+        "whole",
+        description="cross-entropy over all logits, as one kernel whose gradient takes the fp32 logits' place, or of a chunk at a time",
+    )
+    shifted_copy: bool = Field(False, description="the loss reads a shifted fp32 copy of the logits (transformers before 4.46)")
+    keep_logits: bool = Field(False, description="the training loop holds the logits (fp32) while backward runs")
     chunks: int = Field(8, ge=1, description="number of chunks of a chunked loss")
     weights: Literal["bf16", "fp16", "fp32"] = Field("bf16", description="dtype in which forward and backward compute")
     gradients: Literal["bf16", "fp16", "fp32"] | None = Field(None, description="dtype of kept gradients; None: the engine's own")
@@ -43,7 +48,9 @@ class Run(BaseModel):
     implementation: Literal["transformers", "torchtitan", "megatron"] = Field(
         "transformers", description="whose modelling code runs: it decides which activations are saved"
     )
-    compiled: bool = Field(False, description="torch.compile: elementwise chains are fused, so their intermediate results are not saved")
+    fused_kernels: bool = Field(
+        False, description="norms, rotary embedding and activation functions are one kernel each (torch.compile, Liger and the like)"
+    )
     tensor: int = Field(1, ge=1, description="tensor-parallel degree (with sequence parallelism of the same degree)")
     pipeline: int = Field(1, ge=1, description="pipeline stages")
 

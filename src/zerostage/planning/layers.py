@@ -1,0 +1,214 @@
+"""What the modelling code of a transformer computes, operation by operation, as tapes.
+
+Sizes are bytes. T is the number of tokens in a micro-batch, b of `c` bytes the compute dtype. Each function follows
+the code that it names: what that saves for backward is what decides the memory of activations. With tensor
+parallelism (and sequence parallelism beside it) heads and widths are divided by its degree, and so are the tokens
+of what lies between blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from zerostage.planning.architecture import Architecture, Block
+from zerostage.planning.run import ITEMSIZE, Run
+from zerostage.planning.tape import Tape, Tensor
+
+#: Families with learned or additive positions.
+NO_ROTARY = ("gpt2", "opt", "bloom")
+
+
+class Layers:
+    """The tapes of one architecture under one run."""
+
+    def __init__(self, architecture: Architecture, run: Run) -> None:
+        self.architecture, self.run = architecture, run
+        self.c = ITEMSIZE[run.weights]
+        self.tokens = run.tokens
+        self.between = -(-run.tokens // run.tensor)  # tokens of a tensor between blocks, under sequence parallelism
+        self.hidden = architecture.hidden
+        self._blocks: dict[tuple, Tape] = {}
+
+    # Pieces
+
+    def _trains(self, elements: int) -> dict[str, Any]:
+        """The weight of that many elements that an operation uses, where it is to be trained."""
+        return {"weight": elements} if self.trained else {}
+
+    def _linear(self, tape: Tape, x: Tensor, inputs: int, outputs: int, policy: bool = False) -> Tensor:
+        """y = x W: saves x for the weight's gradient (a frozen weight needs none)."""
+        rows, c = self.tokens, self.c
+        weight = self._trains(inputs * outputs)
+        y = tape.op("linear", [x], [c * rows * outputs], saves="in" if weight else "", kept_by_policy=policy, **weight)
+        if rank := self.run.lora_rank:  # peft: y + B(A(x)) * scaling
+            down = tape.op("lora_A", [x], [c * rows * rank], saves="in", weight=rank * inputs)
+            up = tape.op("lora_B", [down], [c * rows * outputs], saves="in", weight=rank * outputs)
+            scaled = tape.op("scaling", [up], [c * rows * outputs])
+            y = tape.op("add", [y, scaled], [c * rows * outputs], same_grad=True)
+        return y
+
+    def _norm(self, tape: Tape, x: Tensor, kind: str, width: int, rows: int) -> Tensor:
+        """LayerNorm is one kernel that saves its input. RMSNorm in transformers and torchtitan is written out:
+        x in fp32 (saved, a copy where x is 16-bit), times its rsqrt, back in x's dtype (saved), times the weight."""
+        size, c = rows * width, self.c
+        small = self._trains(width)
+        if kind == "layer":
+            return tape.op("layer_norm", [x], [c * size, 8 * rows], saves="in", **small)
+        if self.run.fused_kernels:  # one generated kernel, which keeps x and a number per row
+            return tape.op("rms_norm", [x], [c * size, 4 * rows], saves="in", **small)
+        wide = tape.op("to fp32", [x], [4 * size]) if c < 4 else x
+        root = tape.op("rsqrt of mean", [wide], [4 * rows], saves="in", forward_temp=4 * size, backward_temp=4 * size)
+        product = tape.op("normalize", [wide, root], [4 * size], saves="in", backward_temp=4 * size)
+        narrow = tape.op("from fp32", [product], [c * size]) if c < 4 else product
+        return tape.op("times weight", [narrow], [c * size], saves="in", backward_temp=c * size, **small)
+
+    def _attention(self, tape: Tape, x: Tensor, block: Block, policy: bool) -> Tensor:
+        run, T, c, h, t = self.run, self.tokens, self.c, self.hidden, self.run.tensor
+        heads, kv = max(1, block.heads // t), max(1, block.kv_heads // t)
+        A, K = heads * block.head_dim, kv * block.head_dim
+        if self.architecture.family == "gpt2":  # one projection for all three
+            q = self._linear(tape, x, h, A + 2 * K, policy)
+            k = v = Tensor(0)
+        else:
+            q = self._linear(tape, x, h, A, policy)
+            k = self._linear(tape, x, h, K)
+            v = self._linear(tape, x, h, K, policy)
+        if block.qk_norm:
+            q, k = self._norm(tape, q, "rms", A, T), self._norm(tape, k, "rms", K, T)
+        if self.architecture.family not in NO_ROTARY:
+            q, k = self._rotary(tape, q, T * A), self._rotary(tape, k, T * K)
+        repeated = kv != heads and (run.implementation == "torchtitan" or run.attention == "efficient")
+        if repeated or (kv != heads and run.attention == "eager"):  # copies of keys and values for each head
+            k, v = tape.op("repeat", [k], [c * T * A]), tape.op("repeat", [v], [c * T * A])
+        if run.attention == "eager":
+            out = self._eager(tape, q, k, v, heads, A)
+        else:
+            # FlashAttention-2 keeps q, k, v, the result and a log-sum-exp per row and head; backward has fp32 sums of
+            # dq, a row sum, and dk, dv for each head before they are added up (Dao 2023; flash_api.cpp)
+            temp = 4 * T * A + 4 * T * heads + (2 * c * T * A if kv != heads and not repeated else 0)
+            out = tape.op(
+                "flash_attention", [q, k, v], [c * T * A, 4 * T * heads], saves="in out", backward_temp=temp, kept_by_policy=True
+            )
+        return self._linear(tape, out, A, h)
+
+    def _rotary(self, tape: Tape, x: Tensor, size: int) -> Tensor:
+        """x cos + rotate_half(x) sin: the products save only cos and sin, which need no gradient."""
+        c = self.c
+        if self.run.fused_kernels:
+            return tape.op("rotary", [x], [c * size])
+        if self.run.implementation == "torchtitan":  # as complex fp32 numbers
+            return tape.op("rotary", [x], [c * size], forward_temp=8 * size, backward_temp=8 * size)
+        return tape.op("rotary", [x], [c * size], forward_temp=3 * c * size, backward_temp=3 * c * size)
+
+    def _eager(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: int, A: int) -> Tensor:
+        """transformers' eager_attention_forward: scores, mask, softmax in fp32, all of the size heads x sequence x sequence."""
+        run, T, c = self.run, self.tokens, self.c
+        scores = run.micro_batch * heads * run.sequence * run.sequence
+        s = tape.op("scores", [q, k], [c * scores], saves="in")
+        s = tape.op("scale", [s], [c * scores])
+        s = tape.op("mask", [s], [c * scores], same_grad=True)
+        p = tape.op("softmax", [s], [4 * scores], saves="out", forward_temp=4 * scores if c < 4 else 0)
+        p = tape.op("from fp32", [p], [c * scores]) if c < 4 else p
+        return tape.op("weighted sum", [p, v], [c * T * A], saves="in", forward_temp=c * T * A)
+
+    def _mlp(self, tape: Tape, x: Tensor, block: Block, policy: bool, width: int) -> Tensor:
+        T, c, h, f = self.tokens, self.c, self.hidden, width // self.run.tensor
+        if not block.gated:
+            up = self._linear(tape, x, h, f, policy)
+            written_out = block.activation == "gelu_new" and not self.run.fused_kernels
+            act = (self._gelu_new if written_out else self._activation)(tape, up, c * T * f)
+            return self._linear(tape, act, f, h)
+        gate = self._linear(tape, x, h, f, policy)
+        up = self._linear(tape, x, h, f)
+        if self.run.fused_kernels:  # one kernel, and backward computes the product again
+            product = tape.op("silu times", [gate, up], [c * T * f], saves="in")
+        else:
+            product = tape.op("times", [self._activation(tape, gate, c * T * f), up], [c * T * f], saves="in")
+        return self._linear(tape, product, f, h, policy)
+
+    def _activation(self, tape: Tape, x: Tensor, size: int) -> Tensor:
+        return tape.op("activation", [x], [size], saves="in")
+
+    def _gelu_new(self, tape: Tape, x: Tensor, size: int) -> Tensor:
+        """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), an operation at a time."""
+        cube = tape.op("pow", [x], [size], saves="in", backward_temp=size)
+        inner = tape.op("add", [x, tape.op("times", [cube], [size])], [size], same_grad=True)
+        tanh = tape.op("tanh", [tape.op("times", [inner], [size])], [size], saves="out")
+        half = tape.op("times", [x], [size])
+        return tape.op("times", [half, tape.op("add", [tanh], [size], same_grad=True)], [size], saves="in")
+
+    def _experts(self, tape: Tape, x: Tensor, block: Block, policy: bool) -> Tensor:
+        """Each token goes through `experts_per_token` experts; it is copied to where they take it."""
+        T, c, h, f = self.tokens, self.c, self.hidden, block.ffn // self.run.tensor
+        routed = T * block.experts_per_token
+        logits = tape.op("router", [x], [c * T * block.experts], saves="in", **self._trains(h * block.experts))
+        scores = tape.op("softmax", [logits], [4 * T * block.experts], saves="out")
+        taken = tape.op("dispatch", [x], [c * routed * h])
+        up = tape.op("gate and up", [taken], [2 * c * routed * f], saves="in", **self._trains(2 * block.experts * f * h))
+        gate = tape.op("activation", [up], [c * routed * f], saves="in")
+        product = tape.op("times", [gate], [c * routed * f], saves="in")
+        down = tape.op("down", [product], [c * routed * h], saves="in", kept_by_policy=policy, **self._trains(block.experts * f * h))
+        scaled = tape.op("times score", [down, scores], [c * routed * h], saves="in")
+        out = tape.op("combine", [scaled], [c * T * h])
+        if block.shared_ffn:
+            out = tape.op("add", [out, self._mlp(tape, x, block, policy, block.shared_ffn)], [c * T * h], same_grad=True)
+        return out
+
+    # Parts of the model
+
+    def block(self, block: Block) -> Tape:
+        """norm, attention, add, norm, MLP, add."""
+        key = (replace(block, name=""), self.architecture.trains(block.name))
+        if key not in self._blocks:
+            self._blocks[key] = self._block(*key)
+        return self._blocks[key]
+
+    def _block(self, block: Block, trained: bool) -> Tape:
+        self.trained = trained
+        rows, size = self.between, self.c * self.between * self.hidden
+        x = Tensor(size)
+        tape = Tape(x)
+        policy = self.run.checkpointing == "selective"
+        a = self._attention(tape, self._norm(tape, x, block.norm, self.hidden, rows), block, policy)
+        if block.norms == 4:
+            a = self._norm(tape, a, block.norm, self.hidden, rows)
+        y = tape.op("add", [x, a], [size], same_grad=True)
+        n = self._norm(tape, y, block.norm, self.hidden, rows)
+        m = self._experts(tape, n, block, policy) if block.experts else self._mlp(tape, n, block, policy, block.ffn)
+        if block.norms == 4:
+            m = self._norm(tape, m, block.norm, self.hidden, rows)
+        tape.op("add", [y, m], [size], same_grad=True)
+        return tape
+
+    def embedding(self, trained: bool) -> Tape:
+        self.trained = trained
+        tape = Tape(None)
+        elements = self.architecture.vocab * self.hidden // self.run.tensor
+        tape.op("embedding", [Tensor(0, needs_grad=False)], [self.c * self.between * self.hidden], needs_grad=True, **self._trains(elements))
+        return tape
+
+    def head(self, trained: bool) -> Tape:
+        """Final norm, logits, and cross-entropy in fp32.
+
+        transformers' ForCausalLMLoss: logits in fp32, log-softmax (saved), mean. Backward has log-softmax, the gradient
+        of it and that of the logits at once. Chunked: all that for a part of the tokens, its head run again in backward.
+        """
+        self.trained = trained
+        run, c = self.run, self.c
+        x = Tensor(c * self.between * self.hidden)
+        tape = Tape(x)
+        norm = self.architecture.blocks[-1].norm if self.architecture.blocks else "rms"
+        n = self._norm(tape, x, norm, self.hidden, self.between)
+        size = -(-self.tokens // (run.chunks if run.loss == "chunked" else 1)) * self.architecture.vocab // run.tensor
+        elements = self.architecture.vocab * self.hidden // run.tensor
+        logits = tape.op("logits", [n], [c * size], saves="in", term="logits", **self._trains(elements))
+        wide = tape.op("to fp32", [logits], [4 * size], term="logits") if c < 4 else logits
+        if run.shifted_copy:
+            wide = tape.op("shift", [wide], [4 * size], term="logits")
+        if run.loss == "fused":
+            tape.op("cross_entropy", [wide], [4], saves="in", term="logits", overwrites=True)
+            return tape
+        log = tape.op("log_softmax", [wide], [4 * size], saves="out", term="logits")
+        tape.op("nll_loss", [log], [4], term="logits")
+        return tape

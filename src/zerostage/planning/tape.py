@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class Tensor:
@@ -52,6 +53,21 @@ class Tape:
 
     start: Tensor | None = None
     ops: list[Op] = field(default_factory=list)
+    _played: dict[tuple, list[Event]] = field(default_factory=dict)
+
+    def events(self, kind: str, *arguments: Any) -> list[Event]:
+        """What `forward`, `recompute` or `backward` yields, kept for the next block that is like this one."""
+        key = (kind, *arguments)
+        if key not in self._played:
+            merged: list[Event] = []
+            for event in getattr(self, kind)(*arguments):
+                last = merged[-1] if merged else None
+                if last is not None and last.term == event.term != "gradient" and (last.size > 0) == (event.size > 0):
+                    merged[-1] = Event(event.term, last.size + event.size)
+                else:
+                    merged.append(event)
+            self._played[key] = merged
+        return self._played[key]
 
     def op(
         self, name: str, inputs: list[Tensor], sizes: list[int], *, saves: str | list[Tensor] = "",

@@ -91,7 +91,7 @@ def _forward(sequence: list[Part], run: Run, buffers: Buffers, track: Track) -> 
         for unit in part.units:
             buffers.need(unit, following)
         kept = save if part.block else "all"
-        for event in part.tape.forward(kept, keep_start=kept != "all"):
+        for event in part.tape.events("forward", kept, kept != "all"):
             track.change(event.term, event.size)
         for unit in part.units:
             buffers.leave(unit, last_use[unit.name] == i)
@@ -113,9 +113,9 @@ def _backward(sequence: list[Part], run: Run, buffers: Buffers, track: Track) ->
             buffers.need(unit, following)
         owner = max(part.units, key=lambda unit: unit.numel, default=None)
         if part.block and run.checkpointing != "none":
-            for event in part.tape.recompute("policy" if run.checkpointing == "selective" else "nothing"):
+            for event in part.tape.events("recompute", "policy" if run.checkpointing == "selective" else "nothing"):
                 track.change(event.term, event.size)
-        for event in part.tape.backward(upstream=i < len(sequence) - 1, free_start=not (part.block and run.checkpointing != "none")):
+        for event in part.tape.events("backward", i < len(sequence) - 1, not (part.block and run.checkpointing != "none")):
             if event.term == "gradient":
                 buffers.arrive(owner, event.size)
             else:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zerostage.layout import ALIGN, Layout
-from zerostage.ledger import step_traffic
 from zerostage.partition import Partition
 
 N = 70.6e9
@@ -51,14 +48,11 @@ def test_floors_as_ranks_grow() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 64])
 def test_traffic_in_model_sizes(n: int) -> None:
     numel = 1000 * ALIGN * n
-    flat = SimpleNamespace(
-        layout=SimpleNamespace(numel=numel), dtype=torch.bfloat16, grad_dtype=torch.bfloat16, trainable=True
-    )
     for stage, sizes in enumerate((2, 2, 2, 3)):
-        sent = sum(step_traffic(flat, Partition.from_stage(stage, n), n).values())
+        sent = sum(Partition.from_stage(stage, n).traffic(n, numel, 2, 2).values())
         assert sent * n == sizes * 2 * numel * (n - 1)  # 1.5 times an all-reduce at stage 3
-    local = SimpleNamespace(**{**vars(flat), "trainable": False})
-    assert sum(step_traffic(local, Partition.from_stage(3, n), n).values()) * n == 2 * 2 * numel * (n - 1)
+    frozen = sum(Partition.from_stage(3, n).traffic(n, numel, 2, 0).values())
+    assert frozen * n == 2 * 2 * numel * (n - 1)
 
 
 def test_stages_are_presets() -> None:

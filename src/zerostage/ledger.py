@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from zerostage.collectives import World, piece_size
-from zerostage.flat import Flat
 from zerostage.partition import Partition
 from zerostage.unit import Unit, gradients_bound
 
@@ -87,35 +86,10 @@ class Traffic:
         """
         total: Counter[str] = Counter({"all_gather": 0, "reduce_scatter": 0})
         for flat in (flat for unit in self.units for flat in unit.flats):
-            for name, sent in step_traffic(flat, self.world.partition, self.world.size, micro_batches).items():
-                total[name] += sent
+            gradient = flat.grad_dtype.itemsize if flat.trainable else 0
+            sizes = (flat.layout.numel, flat.dtype.itemsize, gradient)
+            total.update(self.world.partition.traffic(self.world.size, *sizes, micro_batches))
         return dict(total)
-
-
-def step_traffic(flat: Flat, partition: Partition, ranks: int, micro_batches: int = 1) -> dict[str, int]:
-    """Bytes sent per rank and step for one flat.
-
-    A collective over k ranks that turns parts of S/k bytes into S bytes, or back, sends
-    (k-1)/k S per rank. Gradients that a level has already summed travel on in fp32.
-    """
-    levels = partition.levels(ranks)
-    numel = flat.layout.numel
-    gathered, reduced = 0, 0
-    weights_passes = 2 * micro_batches  # one gather for forward, one for backward
-    gathered += weights_passes * numel * flat.dtype.itemsize * (levels[0] - 1) // levels[0]
-    if flat.trainable:
-        part, itemsize = numel, flat.grad_dtype.itemsize
-        for radix in levels:
-            if radix > 1:
-                reduced += micro_batches * part * itemsize * (radix - 1) // radix
-                itemsize = max(4, itemsize)
-            part //= radix
-        optimizer_slice = numel // partition.optimizer
-        gathered += micro_batches * optimizer_slice * flat.grad_dtype.itemsize * (levels[3] - 1) // levels[3]
-        for level in (1, 2):  # updated weights
-            slice_ = numel // (partition.weights if level == 1 else partition.gradients)
-            gathered += slice_ * flat.dtype.itemsize * (levels[level] - 1) // levels[level]
-    return {"all_gather": gathered, "reduce_scatter": reduced}
 
 
 def expected_bytes(units: Iterable[Unit], partition: Partition, states: Iterable[str], averages: int = 0) -> dict[str, int]:

@@ -119,3 +119,28 @@ class Partition:
     def bytes_per_parameter(self) -> float:
         """Bytes per parameter and rank: 16 at stage 0, 4 + 12/n, 2 + 14/n and 16/n at 1, 2 and 3."""
         return sum(self.bytes(1).values())
+
+    def traffic(
+        self, ranks: int, elements: int, itemsize: int, gradient_itemsize: int, micro_batches: int = 1, reductions: int | None = None
+    ) -> dict[str, int]:
+        """Bytes that a rank sends in a step for `elements` weights that lie together.
+
+        A collective over k ranks that turns parts of S/k bytes into S bytes, or back, sends (k-1)/k S per rank.
+        Gradients that a level has already summed travel on in fp32. gradient_itemsize: 0 for frozen weights.
+        reductions: how often gradients are reduced in the step, each micro-batch where None.
+        """
+        levels = self.levels(ranks)
+        gathered = 2 * micro_batches * elements * itemsize * (levels[0] - 1) // levels[0]  # for forward and for backward
+        reduced = 0
+        if gradient_itemsize:
+            times = micro_batches if reductions is None else reductions
+            part, size = elements, gradient_itemsize
+            for radix in levels:
+                if radix > 1:
+                    reduced += times * part * size * (radix - 1) // radix
+                    size = max(4, size)
+                part //= radix
+            gathered += times * (elements // self.optimizer) * gradient_itemsize * (levels[3] - 1) // levels[3]
+            for level, degree in ((1, self.weights), (2, self.gradients)):  # updated weights
+                gathered += elements // degree * itemsize * (levels[level] - 1) // levels[level]
+        return {"all_gather": gathered, "reduce_scatter": reduced}

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from zerostage.layout import Layout
 from zerostage.partition import Partition
 from zerostage.planning.architecture import Architecture, Unit
@@ -86,6 +88,16 @@ class Buffers:
     def gradient(self, unit: Unit) -> int:
         """Bytes of a unit's whole gradients."""
         return self.padded(unit, True) * self.g
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step, by collective."""
+        found: Counter[str] = Counter()
+        reductions = 1 if self.run.keep_local else self.run.accumulation
+        for unit in self.units:
+            for trainable in (True, False):
+                sizes = (self.padded(unit, trainable), self.c, self.g if trainable else 0)
+                found.update(self.partition.traffic(self.ranks, *sizes, self.run.accumulation, reductions))
+        return dict(found)
 
     def start(self, states: bool) -> None:
         """What is there before a step. states: the optimizer has made its states."""

@@ -1,0 +1,97 @@
+"""One row of the answer: a setting's memory, whether it fits the card, its traffic and its time."""
+
+from __future__ import annotations
+
+from zerostage.partition import STAGES, Partition
+from zerostage.planning.architecture import Architecture
+from zerostage.planning.duration import Duration, step
+from zerostage.planning.engines import BUFFERS
+from zerostage.planning.hardware import Machine
+from zerostage.planning.run import Run
+from zerostage.planning.schema import Bytes, Row
+from zerostage.planning.track import Track
+from zerostage.planning.walk import walk
+
+#: How much of the card a plan fills. torch's allocator cannot use all of it: blocks that were cut for one size stay where
+#: they are while a neighbour lives, and it takes memory from the driver in pieces of 2 MiB to 20 MiB and more.
+FILL = 0.95
+
+
+def partitions(ranks: int, ranks_per_node: int) -> list[Partition]:
+    """Stages 0 to 3, and the two hybrids where there are several nodes."""
+    found = [Partition.from_stage(stage, ranks) for stage in STAGES]
+    if 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0:
+        found += [Partition.node_local_weights(ranks, ranks_per_node), Partition.hybrid(ranks_per_node)]
+    return list(dict.fromkeys(found))
+
+
+def layout(partition: Partition, ranks: int) -> str:
+    stage = partition.stage(ranks)
+    if stage is not None:
+        return f"stage {stage}"
+    o, g, w = partition.optimizer, partition.gradients, partition.weights
+    return f"hybrid {w} x {ranks // w}" if o == g == w else f"stage 3, weights within {w}"
+
+
+def row(
+    architecture: Architecture,
+    run: Run,
+    partition: Partition,
+    ranks: int,
+    machine: Machine | None,
+    timed: bool = True,
+    simulated: tuple[Track, Track, dict[str, int]] | None = None,
+) -> tuple[Row, Track | None, Duration | None]:
+    """The row, the memory of its step over time (None where only a parameter count is known), and its time.
+
+    simulated: the tracks of a later and of the first step and the bytes at rest that `simulate.py` found.
+    """
+    duration = step(architecture, run, machine, partition, ranks) if machine and timed and architecture.blocks else None
+    if simulated:
+        track, first, _ = simulated
+    elif architecture.modelled:
+        (track, _), (first, _) = (walk(architecture, run, partition, ranks, first=one) for one in (False, True))
+    else:
+        track = first = _state_only(architecture, run, partition, ranks)
+    buffers = BUFFERS[run.engine](architecture, run, partition, ranks, Track())
+    rest = simulated[2] if simulated else buffers.sizes()
+    context = machine.card.context_bytes if machine else 0
+    usable = machine.card.usable_bytes if machine else None
+    low, high = reserved(track, first)
+    used = high + context if usable is None else min(high + context, usable)
+    peak = max(track.peak, first.peak)
+    at = track if track.peak >= first.peak else first
+    terms = {name: rest.get(name, 0) for name in ("weights", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers")}
+    most = {name: at.highest.get(name, 0) for name in ("gathered", "reduce", "activations", "logits", "optimizer_temporaries")}
+    answer = Row(
+        stage=partition.stage(ranks), layout=layout(partition, ranks), partition=_degrees(partition), ranks=ranks, engine=run.engine,
+        bytes=Bytes(**terms, **most, context=context), phases=track.phases, first_step=first.peak, peak_allocated=peak,
+        peak_phase=at.peak_phase, reserved_low=low, reserved_high=high, device_used=used,
+        fits=usable is None or peak + context <= FILL * usable, left=0 if usable is None else usable - peak - context,
+        sent_bytes_per_step=sum(buffers.traffic().values()),
+    )  # fmt: skip
+    if duration:
+        answer.compute_s, answer.communication_s = duration.compute_s, duration.communication_s
+        answer.exposed_s, answer.step_s = duration.exposed_s, duration.step_s
+        answer.tokens_per_s_per_gpu, answer.mfu = duration.tokens_per_s_per_gpu, duration.mfu
+    return answer, track, duration
+
+
+def _degrees(partition: Partition) -> tuple[int, int, int]:
+    return partition.optimizer, partition.gradients, partition.weights
+
+
+def reserved(*tracks: Track) -> tuple[int, int]:
+    """What the caching allocator will have taken from the driver: from the peak of what is allocated, where every freed
+    block is used again at once, to the sum of what each term needs at most, where none is ever used for another."""
+    return max(t.peak for t in tracks), max(sum(t.highest.values()) for t in tracks)
+
+
+def _state_only(architecture: Architecture, run: Run, partition: Partition, ranks: int) -> Track:
+    """Where no activations are known: the state between backward and the end of the step."""
+    track = Track()
+    buffers = BUFFERS[run.engine](architecture, run, partition, ranks, track)
+    track.mark("optimizer step", "step")
+    for term, size in buffers.sizes().items():
+        track.change(term, size)
+    return track

@@ -24,6 +24,12 @@ class Buffers:
     #: How the optimizer's step goes by default: 'foreach' makes one temporary of a moment's size (torch's
     #: _multi_tensor_adamw: the square root of exp_avg_sq), 'fused' none.
     kernel = "foreach"
+    #: Stages that it has; None among them: hybrids.
+    stages: tuple[int | None, ...] = (0, 1, 2, 3, None)
+    #: Whether kept gradients go only with the next forward.
+    gradients_outlive_zero_grad = False
+    #: Gathered units whose memory another stream may still use after it is freed (`max_active` counts them).
+    pending_units = 0
 
     def __init__(self, architecture: Architecture, run: Run, partition: Partition, ranks: int, track: Track) -> None:
         self.architecture, self.run, self.partition, self.ranks, self.track = architecture, run, partition, ranks, track
@@ -46,8 +52,8 @@ class Buffers:
         return self.c
 
     def padded(self, unit: Unit, trainable: bool) -> int:
-        """Elements of a unit's trainable or frozen weights as they are laid out."""
-        return sum(weight.numel for weight in unit.weights if weight.trainable is trainable)
+        """Elements of a unit's trainable or frozen weights as they are laid out, on one tensor-parallel rank."""
+        return sum(weight.numel for weight in unit.weights if weight.trainable is trainable) // self.run.tensor
 
     def buffers(self) -> int:
         """Communication buffers of a fixed size."""

@@ -26,6 +26,8 @@ class FSDP2(Buffers):
     is reshard_after_forward=False.
     """
 
+    stages = (2, 3, None)
+
     def divide(self) -> tuple[Unit, ...]:
         return blocks_and_root(self.architecture)
 
@@ -102,6 +104,11 @@ class FSDP1(Buffers):
     dtype. SHARD_GRAD_OP (stage 2) keeps units gathered from forward to backward.
     """
 
+    stages = (0, 2, 3, None)
+    #: zero_grad lets go of the original parameters' views; the flat gradient goes in `_reset_flat_param_grad_info_if_needed`.
+    gradients_outlive_zero_grad = True
+    pending_units = 2  # the rate limiter's
+
     def divide(self) -> tuple[Unit, ...]:
         return blocks_and_root(self.architecture)
 
@@ -163,6 +170,8 @@ class FSDP1(Buffers):
 
 class DDP(Buffers):
     """DistributedDataParallel: whole weights and gradients, and buckets of the gradients' size beside them (reducer.cpp)."""
+
+    stages = (0,)
 
     def gradient_itemsize(self) -> int:
         return self.master

@@ -24,9 +24,10 @@ class Run(BaseModel):
         "'op' policy, the outputs of every other matrix product and of attention are kept",
     )
     attention: Literal["flash", "efficient", "eager"] = Field("flash", description="kernel; only 'eager' stores the scores")
-    loss: Literal["whole", "fused", "chunked"] = Field(
+    loss: Literal["whole", "fused", "chunked", "chunked_head"] = Field(
         "whole",
-        description="cross-entropy over all logits, as one kernel whose gradient takes the fp32 logits' place, or of a chunk at a time",
+        description="cross-entropy over all logits in fp32; as one kernel whose gradient takes the fp32 logits' place; of a chunk of "
+        "the tokens at a time; or with the logits, too, only of a chunk at a time",
     )
     shifted_copy: bool = Field(False, description="the loss reads a shifted fp32 copy of the logits (transformers before 4.46)")
     keep_logits: bool = Field(False, description="the training loop holds the logits (fp32) while backward runs")

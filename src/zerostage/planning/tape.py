@@ -10,18 +10,23 @@ A tape turns that into events; the engine around it adds its own (`buffers.py`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 
 class Tensor:
-    """One tensor's memory. `term` is the account it goes to."""
+    """One tensor's memory. `term` is the account it goes to; `base` the tensor that it is a view of."""
 
-    __slots__ = ("size", "term", "needs_grad")
+    __slots__ = ("size", "term", "needs_grad", "base")
 
-    def __init__(self, size: int, term: str = "activations", needs_grad: bool = True) -> None:
-        self.size, self.term, self.needs_grad = size, term, needs_grad
+    def __init__(self, size: int, term: str = "activations", needs_grad: bool = True, base: Tensor | None = None) -> None:
+        self.size, self.term, self.needs_grad, self.base = size, term, needs_grad, base
+
+    @property
+    def storage(self) -> Tensor:
+        return self.base or self
 
 
 @dataclass
@@ -36,6 +41,7 @@ class Op:
     same_grad: bool = False  # hands its result's gradient on as it is (additions, views)
     overwrites: bool = False  # puts its input's gradient where the saved input was
     kept_by_policy: bool = False  # selective checkpointing keeps its results
+    holds: tuple[Tensor, ...] = ()  # what local variables of the modelling code keep until it has run
     term: str = "activations"
 
 
@@ -82,6 +88,12 @@ class Tape:
         self.ops.append(Op(name, inputs, outputs, list(saves) if needs else [], term=term, **rest))
         return outputs[0]
 
+    def views(self, name: str, x: Tensor, sizes: list[int]) -> list[Tensor]:
+        """Views of x: they share its memory, and backward puts their gradients into one of x's size."""
+        outputs = [Tensor(size, x.term, x.needs_grad, x.storage) for size in sizes]
+        self.ops.append(Op(name, [x], outputs, [], term=x.term))
+        return outputs
+
     @property
     def end(self) -> Tensor:
         return self.ops[-1].outputs[0]
@@ -91,19 +103,19 @@ class Tape:
 
         The result stays for whoever comes next. keep_start: checkpointing keeps the start. there: results that exist.
         """
-        last = {id(t): i for i, op in enumerate(self.ops) for t in op.inputs}
+        last = {id(t.storage): i for i, op in enumerate(self.ops) for t in (*op.inputs, *op.holds)}
         kept = self._kept(save)
         if keep_start and self.start is not None:
             kept.add(id(self.start))
         end = id(self.end)
         born = {id(self.start)} if self.start is not None else set()
         for i, op in enumerate(self.ops):
-            made = sum(t.size for t in op.outputs if id(t) not in there)
+            made = sum(t.size for t in op.outputs if id(t) not in there and t.base is None)
             yield Event(op.term, made + op.forward_temp)
             if op.forward_temp:
                 yield Event(op.term, -op.forward_temp)
-            born.update(id(t) for t in op.outputs)
-            for t in {id(t): t for t in (*op.inputs, *op.outputs)}.values():
+            born.update(id(t) for t in op.outputs if t.base is None)
+            for t in {id(t.storage): t.storage for t in (*op.inputs, *op.outputs, *op.holds)}.values():
                 if id(t) in born and last.get(id(t), i) == i and id(t) not in kept and id(t) != end:
                     yield Event(t.term, -t.size)
                     born.discard(id(t))
@@ -122,10 +134,7 @@ class Tape:
         upstream: the gradient of the result is there already (the piece after this one made it); it is let go of
         here. The start's gradient, if it needs one, is made and stays. free_start: so the start itself goes, if saved.
         """
-        holders: dict[int, int] = {}
-        for op in self.ops:
-            for t in op.saves:
-                holders[id(t)] = holders.get(id(t), 0) + 1
+        holders = Counter(id(t.storage) for op in self.ops for t in op.saves)
         grads: dict[int, list] = {}  # by tensor: its gradient, maybe shared: [size, tensors, term]
         if upstream:
             grads[id(self.end)] = [self.end.size, 1, self.end.term]
@@ -156,7 +165,7 @@ class Tape:
                 grad[1] -= 1
                 if not grad[1]:
                     done.append((grad[2], grad[0]))
-            for t in op.saves if not op.overwrites else ():
+            for t in (t.storage for t in op.saves) if not op.overwrites else ():
                 holders[id(t)] -= 1
                 if not holders[id(t)] and (free_start or t is not self.start):
                     yield Event(t.term, -t.size)
@@ -164,12 +173,12 @@ class Tape:
 
     def _kept(self, save: str) -> set[int]:
         if save == "all":
-            return {id(t) for op in self.ops for t in op.saves}
+            return {id(t.storage) for op in self.ops for t in op.saves}
         if save == "policy":
-            return {id(t) for op in self.ops if op.kept_by_policy for t in op.outputs}
+            return {id(t.storage) for op in self.ops if op.kept_by_policy for t in op.outputs}
         return set()
 
     def saved(self, save: str = "all") -> int:
         """Bytes that a forward leaves behind for backward, the start left out."""
-        kept = {id(t): t for op in self.ops for t in (*op.saves, *op.outputs) if t is not self.start}
+        kept = {id(t): t for op in self.ops for t in (*op.saves, *op.outputs) if t is not self.start and t.base is None}
         return sum(t.size for key, t in kept.items() if key in self._kept(save))

@@ -1,0 +1,190 @@
+"""`zerostage.plan`: from what was asked to the whole answer."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pydantic import ValidationError
+
+from zerostage.mistakes import InputError, closest
+from zerostage.partition import Partition
+from zerostage.planning import hardware, models
+from zerostage.planning.architecture import Architecture
+from zerostage.planning.engines import BUFFERS
+from zerostage.planning.hardware import Machine
+from zerostage.planning.recommend import Candidate, recommend
+from zerostage.planning.rows import FILL, partitions, row
+from zerostage.planning.run import Run
+from zerostage.planning.schema import Plan, Row
+from zerostage.planning.sources import Given, read
+
+DEFAULT_RANKS = (8, 16, 32, 64)
+#: Where the number of nodes is open: no plan looks further.
+MOST_RANKS = 1024
+
+
+def plan(
+    model: Any = None,
+    *,
+    params: float | None = None,
+    gpu: str | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    network: str | None = None,
+    here: bool = False,
+    calibration: str | os.PathLike | None = None,
+    source: str | os.PathLike | None = None,
+    stage: int | None = None,
+    partition: Partition | None = None,
+    ranks: int | list[int] | None = None,
+    tokens: float | None = None,
+    simulate: bool = False,
+    **run: Any,
+) -> Plan:
+    """What every stage takes, what fits, which stage and how many GPUs to use, and how long a step takes.
+
+    model: a built-in name, a Hugging Face config.json or folder, a hub id, 'module:function' that builds an nn.Module, or
+    one; or only `params`, a number of parameters. The machines: `gpu` with `nodes`, `gpus_per_node` and `network` (one
+    node's rate, '400GB/s' or '3.2Tb/s'), `here` (the cards in this machine), or `calibration` (a file that `zerostage
+    calibrate` wrote). `source`: a DeepSpeed JSON, accelerate or FSDP YAML, or torchtitan TOML that is in use. `stage` or
+    `partition` with `ranks` ask for one setting (`Plan.asked`). `tokens`: of the whole training, for its cost.
+    simulate: run the real engine on the model under torch's fake tensors instead of the closed form. The rest are fields
+    of `planning.run.Run`. Raises InputError, one line, for what cannot be used.
+    """
+    given = read(source) if source else Given()
+    assumed, left_out = list(given.assumed), [f"{key} in {source}" for key in given.ignored]
+    settings = _run({**given.run, **{key: value for key, value in run.items() if value is not None}})
+    architecture = models.resolve(model if model is not None or params else given.model, params=params, lora_rank=settings.lora_rank)
+    assumed += architecture.assumed
+    machine = _machine(gpu, nodes or given.nodes, gpus_per_node, network, here, calibration, ranks, given, assumed)
+    stage = given.stage if stage is None and partition is None else stage
+    counts, ranks_given = _counts(machine, nodes or given.nodes, ranks or given.ranks)
+    candidates, tracks = [], {}
+    engine = BUFFERS[settings.engine]
+    for n in counts:
+        sized = machine.with_ranks(n) if machine else None
+        for candidate in partitions(n, machine.gpus_per_node if machine else n):
+            if candidate.stage(n) not in engine.stages:
+                continue
+            simulated = _simulated(model, settings, candidate, n) if simulate else None
+            found, track, duration = row(architecture, settings, candidate, n, sized, simulated=simulated)
+            candidates.append(Candidate(candidate, found, duration))
+            tracks[candidate, n] = track
+    asked = None
+    if stage is not None or partition is not None:
+        n = counts[-1]
+        wanted = partition.check(n) if partition else Partition.from_stage(stage, n)
+        one = next((c for c in candidates if c.partition == wanted and c.row.ranks == n), None)
+        if one is None:
+            if engine.stages and wanted.stage(n) not in engine.stages:
+                raise InputError(f"{settings.engine} has no stage {stage}: it is stage {' or '.join(map(str, sorted(filter(None.__ne__, engine.stages))))}")
+            found, track, duration = row(architecture, settings, wanted, n, machine)
+            one = Candidate(wanted, found, duration)
+            tracks[wanted, n] = track
+        asked = one
+    recommendation = recommend(architecture, settings, machine, candidates, ranks_given, tokens) if machine and candidates else None
+    shown = asked or next((c for c in candidates if recommendation and c.row == recommendation.row), None)
+    track = tracks.get((shown.partition, shown.row.ranks)) if shown else None
+    return Plan(
+        model=_model(architecture),
+        machine=machine.describe() if machine else {},
+        run=settings.model_dump(),
+        method="simulation" if simulate else "closed form" if architecture.modelled else "training state only",
+        rows=[c.row for c in candidates],
+        asked=asked.row if asked else None,
+        recommendation=recommendation,
+        timeline=track.moments if track else [],
+        spans=shown.duration.spans if shown and shown.duration else [],
+        assumed=list(dict.fromkeys(assumed)),
+        left_out=[*left_out, *_left_out(architecture, machine)],
+    )
+
+
+def _run(fields: dict[str, Any]) -> Run:
+    for name in fields:
+        if name not in Run.model_fields:
+            raise InputError(f"there is no setting '{name}'{closest(name, Run.model_fields)}")
+    try:
+        return Run(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise InputError(f"{name} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+
+
+def _machine(
+    gpu: str | None, nodes: int | None, gpus_per_node: int | None, network: str | None, here: bool, calibration: Any,
+    ranks: Any, given: Given, assumed: list[str],
+) -> Machine | None:  # fmt: skip
+    for name, value in (("nodes", nodes), ("gpus_per_node", gpus_per_node)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}: give a whole number of 1 or more")
+    if calibration:
+        return Machine.from_calibration(calibration)
+    if here:
+        from zerostage.planning.here import here as cards
+
+        found = cards()
+        return hardware.machine(found["name"], nodes or 1, gpus_per_node or found["gpus_per_node"], network, assumed)
+    if gpu is None:
+        if network or gpus_per_node or nodes:
+            raise InputError("nodes, gpus_per_node and network describe a machine: give its card as well, for example --gpu h100")
+        return None
+    many = nodes is not None and nodes > 1
+    if gpus_per_node is None:
+        gpus_per_node = 8
+        assumed.append("8 GPUs a node")
+    return hardware.machine(gpu, nodes or 1, gpus_per_node, network, assumed) if not many else hardware.machine(
+        gpu, nodes, gpus_per_node, network, assumed
+    )
+
+
+def _counts(machine: Machine | None, nodes: int | None, ranks: int | list[int] | None) -> tuple[list[int], bool]:
+    """The numbers of ranks to look at, and whether the largest is what there is."""
+    if ranks:
+        counts = sorted(set(ranks)) if isinstance(ranks, (list, tuple)) else [ranks]
+        if counts[0] < 1:
+            raise InputError(f"ranks is {counts[0]}: give whole numbers of 1 or more")
+        return counts, len(counts) == 1
+    if machine is None:
+        return list(DEFAULT_RANKS), False
+    each = machine.gpus_per_node
+    most = each * nodes if nodes else MOST_RANKS
+    counts = [n for i in range(15) if (n := 2**i) < each] + [each * 2**i for i in range(15) if each * 2**i <= most]
+    return sorted({*counts, *([most] if nodes else [])}), nodes is not None
+
+
+def _simulated(model: Any, run: Run, partition: Partition, ranks: int) -> Any:
+    from zerostage.planning import simulate
+
+    return simulate.of(model, run, partition, ranks)
+
+
+def _model(a: Architecture) -> dict[str, Any]:
+    first = a.blocks[0] if a.blocks else None
+    return {
+        "name": a.name, "family": a.family, "parameters": a.parameters, "active_parameters": a.active_parameters,
+        "trainable_parameters": a.trainable_parameters, "layers": len(a.blocks), "hidden": a.hidden, "vocab": a.vocab,
+        "heads": first.heads if first else 0, "kv_heads": first.kv_heads if first else 0, "head_dim": first.head_dim if first else 0,
+        "ffn": first.ffn if first else 0, "experts": first.experts if first else 0, "tied": a.tied, "modelled": a.modelled,
+    }  # fmt: skip
+
+
+def _left_out(architecture: Architecture, machine: Machine | None) -> list[str]:
+    found = ["the data loader, evaluation, checkpoints being written, and whatever else shares the card"]
+    if not architecture.modelled:
+        found.append("activations, logits, gathered weights and gradients in flight: only the training state is counted")
+    if machine is None:
+        found.append("CUDA context and NCCL buffers (0.5 to 2 GiB a card), and time: no machine was given (--gpu)")
+    else:
+        found.append(f"{1 - FILL:.0%} of the card, for what torch's allocator cannot use")
+    return found
+
+
+def fits(answer: Plan) -> bool | None:
+    """Whether the asked setting fits, or, where none was asked for, the recommended one; None without a machine."""
+    if not answer.machine:
+        return None
+    found: Row | None = answer.asked
+    return found.fits if found else bool(answer.recommendation and answer.recommendation.fits)

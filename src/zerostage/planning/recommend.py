@@ -1,0 +1,200 @@
+"""The decision: which stage, how many ranks, what else would fit, and when the answer is not ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zerostage.partition import GRADIENTS, OPTIMIZER, WEIGHTS, Partition
+from zerostage.planning import layout3d
+from zerostage.planning.architecture import Architecture
+from zerostage.planning.duration import Duration
+from zerostage.planning.hardware import Machine
+from zerostage.planning.rows import FILL, row
+from zerostage.planning.run import Run
+from zerostage.planning.schema import Choice, Recommendation, Row
+
+#: A later stage or a hybrid must save so much of the step's time to be preferred: estimates are no better than that.
+WORTH = 0.05
+
+
+@dataclass
+class Candidate:
+    """One setting that was looked at."""
+
+    partition: Partition
+    row: Row
+    duration: Duration | None
+
+
+def recommend(
+    architecture: Architecture, run: Run, machine: Machine, candidates: list[Candidate], ranks_given: bool, tokens: float | None
+) -> Recommendation:
+    """Choose among `candidates` (any number of ranks). ranks_given: the largest number of ranks is there and shall be used."""
+    counts = sorted({c.row.ranks for c in candidates})
+    fitting = [n for n in counts if any(c.row.fits for c in candidates if c.row.ranks == n)]
+    ranks = (counts[-1] if ranks_given else fitting[0]) if fitting and (not ranks_given or counts[-1] in fitting) else None
+    if ranks is None:
+        return _nothing_fits(architecture, run, machine, candidates, counts, fitting)
+    here = [c for c in candidates if c.row.ranks == ranks]
+    best = _best([c for c in here if c.row.fits])
+    reasons = [_state(architecture, best), *_why(architecture, here, best, machine)]
+    if ranks_given and fitting[0] < ranks:
+        smallest = _best([c for c in candidates if c.row.ranks == fitting[0] and c.row.fits])
+        reasons.append(f"{_gpus(fitting[0])} would be enough, at {smallest.row.layout} ({_gb(smallest.row.peak_allocated)} a rank)")
+    answer = _answer(best, machine, reasons)
+    _other_layouts(answer, architecture, run, machine, here)
+    answer.largest_micro_batch = _largest(lambda size: _fits(architecture, run, machine, best, micro_batch=size), run.micro_batch, 1)
+    answer.longest_sequence = _largest(lambda size: _fits(architecture, run, machine, best, sequence=size), run.sequence, 256)
+    answer.choices = choices(architecture, run, machine, best)
+    if tokens and best.row.tokens_per_s_per_gpu:
+        answer.gpu_hours = tokens / best.row.tokens_per_s_per_gpu / 3600
+        reasons.append(f"{tokens:,.0f} tokens take {answer.gpu_hours:,.0f} GPU-hours, {answer.gpu_hours / ranks:,.1f} hours by the clock")
+    return answer
+
+
+def _best(fitting: list[Candidate]) -> Candidate:
+    """The earliest stage, unless a later one or a hybrid is faster by more than estimates err."""
+    order = sorted(fitting, key=lambda c: (c.partition.stage(c.row.ranks) is None, sum(c.row.partition)))
+    best = order[0]
+    for other in order[1:]:
+        if other.row.step_s is not None and best.row.step_s is not None and other.row.step_s < (1 - WORTH) * best.row.step_s:
+            best = other
+    return best
+
+
+def _answer(best: Candidate, machine: Machine, reasons: list[str]) -> Recommendation:
+    state = sum(getattr(best.row.bytes, term) for term in ("weights", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers"))
+    return Recommendation(
+        stage=best.row.stage, ranks=best.row.ranks, layout=best.row.layout, data=best.row.ranks, engine=best.row.engine,
+        fits=best.row.fits, reasons=reasons, row=best.row,
+        activation_room=max(0, machine.card.usable_bytes - best.row.bytes.context - state),
+    )  # fmt: skip
+
+
+def _state(architecture: Architecture, best: Candidate) -> str:
+    trained = architecture.trainable_parameters
+    whole = WEIGHTS * architecture.parameters + (GRADIENTS + OPTIMIZER) * trained
+    text = f"{architecture.parameters:,} parameters"
+    if trained != architecture.parameters:
+        text += f", {trained:,} of them trained"
+    held = sum(getattr(best.row.bytes, term) for term in ("weights", "gradients", "master", "exp_avg", "exp_avg_sq"))
+    return f"{text}: {_gb(whole)} of training state at 16 bytes each; a rank holds {_gb(held)} of it at {best.row.layout} on {best.row.ranks}"
+
+
+def _why(architecture: Architecture, here: list[Candidate], best: Candidate, machine: Machine) -> list[str]:
+    found = []
+    card = machine.card
+    earlier = [c for c in here if c.row.stage is not None and best.row.stage is not None and c.row.stage < best.row.stage]
+    for c in earlier:
+        if not c.row.fits:
+            floor = (WEIGHTS * architecture.parameters if c.row.stage < 3 else 0) + (
+                GRADIENTS * architecture.trainable_parameters if c.row.stage < 2 else 0
+            )
+            always = " at any number of ranks" if floor > FILL * card.usable_bytes and c.row.stage else ""
+            found.append(f"{c.row.layout} needs {_gb(c.row.peak_allocated)} a rank, more than a {card.name} has{always}")
+    found.append(
+        f"{best.row.layout} needs {_gb(best.row.peak_allocated)} a rank at its peak ({best.row.peak_phase}) of "
+        f"{_gb(card.usable_bytes)} on a {card.name}: {_gb(best.row.left)} are left"
+    )
+    later = [c for c in here if c.row.stage is not None and best.row.stage is not None and c.row.stage > best.row.stage]
+    for c in later:
+        more = c.row.sent_bytes_per_step - best.row.sent_bytes_per_step
+        if more > 0 and best.row.stage < 3:
+            found.append(
+                f"{c.row.layout} is not needed: it would send {_gb(more)} more a rank and step "
+                f"({c.row.sent_bytes_per_step / max(1, best.row.sent_bytes_per_step):.1f} times as much) for memory that is there"
+            )
+    if best.row.step_s:
+        found.append(
+            f"a step takes {best.row.step_s:.2f} s, {best.row.exposed_s:.2f} s of it waiting for the network: "
+            f"{best.row.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {100 * best.row.mfu:.0f}% of the card's FLOP/s"
+        )
+    return found
+
+
+def _other_layouts(answer: Recommendation, architecture: Architecture, run: Run, machine: Machine, here: list[Candidate]) -> None:
+    """Where the network cannot carry stage 3, tensor and pipeline parallelism instead."""
+    if not architecture.blocks:
+        return
+    layout, reasons = layout3d.reversal(architecture, run, machine, [(c.partition, c.row.fits, c.duration) for c in here])
+    answer.reasons += reasons
+    if layout is not None:
+        answer.stage, answer.layout = 1, f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+        answer.tensor, answer.pipeline, answer.data, answer.engine = layout.tensor, layout.pipeline, layout.data, "megatron"
+        answer.ranks = layout.tensor * layout.pipeline * layout.data
+        answer.fits, answer.row = True, None
+
+
+def _nothing_fits(
+    architecture: Architecture, run: Run, machine: Machine, candidates: list[Candidate], counts: list[int], fitting: list[int]
+) -> Recommendation:
+    least = min(candidates, key=lambda c: (c.row.ranks != counts[-1], c.row.peak_allocated))
+    missing = least.row.peak_allocated + least.row.bytes.context - int(FILL * machine.card.usable_bytes)
+    reasons = [
+        _state(architecture, least),
+        f"nothing fits on {_gpus(least.row.ranks)}: {least.row.layout} needs {_gb(least.row.peak_allocated)} a rank in its "
+        f"{least.row.peak_phase} phase, {_gb(missing)} more than {FILL:.0%} of a {machine.card.name}'s {_gb(machine.card.usable_bytes)}",
+    ]
+    answer = _answer(least, machine, reasons)
+    answer.choices = choices(architecture, run, machine, least)
+    ranks = least.row.ranks
+    while ranks < 16384 and architecture.blocks:
+        ranks *= 2
+        larger = machine.with_ranks(ranks)
+        found = row(architecture, run, Partition.from_stage(3, ranks), ranks, larger, timed=False)[0]
+        if found.fits:
+            reasons.append(f"stage 3 fits from about {_gpus(ranks)} ({_gb(found.peak_allocated)} a rank)")
+            break
+    else:
+        if architecture.blocks:
+            reasons.append("stage 3 fits at no number of ranks: what is not divided by them is too large already")
+    _other_layouts(answer, architecture, run, machine, [c for c in candidates if c.row.ranks == least.row.ranks])
+    return answer
+
+
+def choices(architecture: Architecture, run: Run, machine: Machine, best: Candidate) -> list[Choice]:
+    """What else could be turned: settings that fit and are faster first, then those with the smallest peak."""
+    turned: dict[str, dict] = {
+        "full activation checkpointing": {"checkpointing": "full"},
+        "selective activation checkpointing": {"checkpointing": "selective"},
+        "no activation checkpointing": {"checkpointing": "none"},
+        "a chunked loss": {"loss": "chunked"},
+        "micro-batches half as large, twice as many": {"micro_batch": run.micro_batch // 2, "accumulation": 2 * run.accumulation},
+        "micro-batches twice as large, half as many": {"micro_batch": 2 * run.micro_batch, "accumulation": run.accumulation // 2},
+        "FlashAttention": {"attention": "flash"},
+    }
+    found = []
+    for change, values in turned.items():
+        other = run.model_copy(update=values)
+        if other == run or not other.micro_batch or not other.accumulation:
+            continue
+        answer = row(architecture, other, best.partition, best.row.ranks, machine)[0]
+        found.append(Choice(change=change, peak_allocated=answer.peak_allocated, fits=answer.fits, step_s=answer.step_s))
+    return sorted(found, key=lambda c: (not c.fits, c.step_s if c.fits and c.step_s else c.peak_allocated))
+
+
+def _fits(architecture: Architecture, run: Run, machine: Machine, best: Candidate, **values: int) -> bool:
+    return row(architecture, run.model_copy(update=values), best.partition, best.row.ranks, machine, timed=False)[0].fits
+
+
+def _largest(fits: Callable[[int], bool], start: int, unit: int) -> int | None:
+    """The largest multiple of `unit` that fits, from `start`, which does. None: it does not end below a million."""
+    low, high = start, 2 * start
+    while fits(high):
+        low, high = high, 2 * high
+        if high > 2**24:
+            return low
+    low, high = low // unit, -(-high // unit)
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * unit) else (low, middle)
+    return max(start, low * unit)
+
+
+def _gpus(ranks: int) -> str:
+    return f"{ranks} GPU" + "s" * (ranks != 1)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.{0 if abs(size) >= 1e11 else 1}f} GB"

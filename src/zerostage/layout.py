@@ -10,7 +10,7 @@ which may round differently.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 #: Elements. 64 fp32 values are four AVX-512 vectors, 64 bf16 values two.
@@ -19,6 +19,11 @@ ALIGN = 64
 
 def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
+
+
+def padded(counts: Iterable[int], ranks: int) -> int:
+    """Elements of a buffer for parameters of `counts` elements each."""
+    return round_up(sum(round_up(count, ALIGN) for count in counts), ALIGN * ranks)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Layout:
         for _, shape in entries:
             position += round_up(math.prod(shape), ALIGN)
             ends.append(position)
-        self.numel = round_up(position, ALIGN * ranks)
+        self.numel = padded((math.prod(shape) for _, shape in entries), ranks)
         if ends:
             ends[-1] = self.numel  # the tail's padding belongs to the last slot, so that slots cover everything
         starts = [0, *ends[:-1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,8 +14,9 @@ from zerostage.planning import hardware, models
 from zerostage.planning.architecture import Architecture
 from zerostage.planning.engines import BUFFERS
 from zerostage.planning.hardware import Machine
+from zerostage.planning.network import parse as network_of
 from zerostage.planning.recommend import Candidate, recommend
-from zerostage.planning.rows import FILL, partitions, row
+from zerostage.planning.rows import FILL, partitions, row, sized
 from zerostage.planning.run import Run
 from zerostage.planning.schema import Plan, Row
 from zerostage.planning.sources import Given, read
@@ -52,23 +54,23 @@ def plan(
     simulate: run the real engine on the model under torch's fake tensors instead of the closed form. The rest are fields
     of `planning.run.Run`. Raises InputError, one line, for what cannot be used.
     """
-    given = read(source) if source else Given()
+    given = read(source) if source else Given("")
     assumed, left_out = list(given.assumed), [f"{key} in {source}" for key in given.ignored]
     settings = _run({**given.run, **{key: value for key, value in run.items() if value is not None}})
     architecture = models.resolve(model if model is not None or params else given.model, params=params, lora_rank=settings.lora_rank)
     assumed += architecture.assumed
-    machine = _machine(gpu, nodes or given.nodes, gpus_per_node, network, here, calibration, ranks, given, assumed)
+    machine = _machine(gpu, nodes or given.nodes, gpus_per_node, network, here, calibration, assumed)
     stage = given.stage if stage is None and partition is None else stage
     counts, ranks_given = _counts(machine, nodes or given.nodes, ranks or given.ranks)
     candidates, tracks = [], {}
     engine = BUFFERS[settings.engine]
     for n in counts:
-        sized = machine.with_ranks(n) if machine else None
+        fleet = sized(machine, n) if machine else None
         for candidate in partitions(n, machine.gpus_per_node if machine else n):
             if candidate.stage(n) not in engine.stages:
                 continue
             simulated = _simulated(model, settings, candidate, n) if simulate else None
-            found, track, duration = row(architecture, settings, candidate, n, sized, simulated=simulated)
+            found, track, duration = row(architecture, settings, candidate, n, fleet, simulated=simulated)
             candidates.append(Candidate(candidate, found, duration))
             tracks[candidate, n] = track
     asked = None
@@ -79,7 +81,7 @@ def plan(
         if one is None:
             if engine.stages and wanted.stage(n) not in engine.stages:
                 raise InputError(f"{settings.engine} has no stage {stage}: it is stage {' or '.join(map(str, sorted(filter(None.__ne__, engine.stages))))}")
-            found, track, duration = row(architecture, settings, wanted, n, machine)
+            found, track, duration = row(architecture, settings, wanted, n, sized(machine, n) if machine else None)
             one = Candidate(wanted, found, duration)
             tracks[wanted, n] = track
         asked = one
@@ -88,7 +90,7 @@ def plan(
     track = tracks.get((shown.partition, shown.row.ranks)) if shown else None
     return Plan(
         model=_model(architecture),
-        machine=machine.describe() if machine else {},
+        machine=_described(machine, nodes) if machine else {},
         run=settings.model_dump(),
         method="simulation" if simulate else "closed form" if architecture.modelled else "training state only",
         rows=[c.row for c in candidates],
@@ -115,7 +117,7 @@ def _run(fields: dict[str, Any]) -> Run:
 
 def _machine(
     gpu: str | None, nodes: int | None, gpus_per_node: int | None, network: str | None, here: bool, calibration: Any,
-    ranks: Any, given: Given, assumed: list[str],
+    assumed: list[str],
 ) -> Machine | None:  # fmt: skip
     for name, value in (("nodes", nodes), ("gpus_per_node", gpus_per_node)):
         if value is not None and value < 1:
@@ -126,18 +128,27 @@ def _machine(
         from zerostage.planning.here import here as cards
 
         found = cards()
-        return hardware.machine(found["name"], nodes or 1, gpus_per_node or found["gpus_per_node"], network, assumed)
+        return hardware.machine(found["name"], nodes or 1, gpus_per_node or found["gpus_per_node"], network)
     if gpu is None:
         if network or gpus_per_node or nodes:
             raise InputError("nodes, gpus_per_node and network describe a machine: give its card as well, for example --gpu h100")
         return None
-    many = nodes is not None and nodes > 1
     if gpus_per_node is None:
         gpus_per_node = 8
         assumed.append("8 GPUs a node")
-    return hardware.machine(gpu, nodes or 1, gpus_per_node, network, assumed) if not many else hardware.machine(
-        gpu, nodes, gpus_per_node, network, assumed
-    )
+    found = hardware.machine(gpu, nodes or 1, gpus_per_node, network)
+    if network and found.network is None:  # how many nodes there will be is open
+        found = replace(found, network=network_of(network, gpus_per_node))
+    return found
+
+
+def _described(machine: Machine, nodes: int | None) -> dict[str, Any]:
+    card, network = machine.card, machine.network_bytes_per_s
+    return {
+        "gpu": card.name, "nodes": nodes, "gpus_per_node": machine.gpus_per_node, "usable_bytes": card.usable_bytes,
+        "context_bytes": card.context_bytes, "peak_flops": card.flops_peak, "memory_bytes_per_s": card.bandwidth,
+        "link_bytes_per_s": card.link_bytes_per_s, "network_bytes_per_s": network,
+    }  # fmt: skip
 
 
 def _counts(machine: Machine | None, nodes: int | None, ranks: int | list[int] | None) -> tuple[list[int], bool]:

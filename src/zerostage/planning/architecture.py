@@ -25,7 +25,7 @@ class Weight:
     def name(self) -> str:
         return self.names[0]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 

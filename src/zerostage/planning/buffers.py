@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from zerostage.layout import Layout
+from zerostage import layout
 from zerostage.partition import Partition
 from zerostage.planning.architecture import Architecture, Unit
 from zerostage.planning.run import ITEMSIZE, Run
@@ -105,10 +105,10 @@ class Buffers:
                 found.update(self.partition.traffic(self.ranks, *sizes, self.run.accumulation, reductions))
         return dict(found)
 
-    def start(self, states: bool) -> None:
-        """What is there before a step. states: the optimizer has made its states."""
+    def start(self) -> None:
+        """What is there before a step."""
         for term, size in self.sizes().items():
-            if term != "gradients" and (states or not term.startswith("exp")):
+            if term != "gradients":
                 self.track.change(term, size)
 
     # A step
@@ -133,8 +133,6 @@ class Buffers:
         """The optimizer's step, and zero_grad after it."""
         sizes = self.sizes()
         temporary = sizes["exp_avg_sq"] if (self.run.optimizer_kernel or self.kernel) == "foreach" and self.run.optimizer == "adamw" else 0
-        for term in ("exp_avg", "exp_avg_sq"):
-            self.track.change(term, sizes[term] - self.track.now[term])
         self.track.change("optimizer_temporaries", temporary)
         self.track.change("optimizer_temporaries", -temporary)
 
@@ -148,6 +146,7 @@ class Zerostage(Buffers):
     kernel = "fused"
 
     def __init__(self, *arguments) -> None:
+        self._padded: dict[tuple[str, bool], int] = {}
         super().__init__(*arguments)
         self.held: dict[str, int] = {}  # gathered units
         self.window = 0
@@ -158,8 +157,10 @@ class Zerostage(Buffers):
         self.allowed = (3 if self.partition.gradients > 1 else 1) * max((self.gradient(u) for u in self.units), default=0)
 
     def padded(self, unit: Unit, trainable: bool) -> int:
-        own = [(weight.names, weight.shape) for weight in unit.weights if weight.trainable is trainable]
-        return Layout(own, self.ranks).numel if own else 0
+        key = (unit.name, trainable)
+        if key not in self._padded:
+            self._padded[key] = layout.padded((w.numel for w in unit.weights if w.trainable is trainable), self.ranks)
+        return self._padded[key]
 
     # Gathering: `Schedule.need`, `_fill`, `release`
 

@@ -21,6 +21,8 @@ NO_ROTARY = ("gpt2", "opt", "bloom")
 FUSED_QKV = ("gpt2", "phi3", "gpt_neox", "falcon", "bloom")
 #: Families whose RMS norm multiplies by 1 + weight in fp32 (modeling_gemma2.py), and whose embeddings are scaled.
 GEMMA = ("gemma", "gemma2", "gemma3_text")
+#: Families whose attention has its softmax in the compute dtype (modeling_gpt2.py, eager_attention_forward).
+NARROW_SOFTMAX = ("gpt2",)
 #: Families that bend attention scores and logits by a tanh (attn_logit_softcapping, final_logit_softcapping).
 SOFT_CAPS = ("gemma2",)
 
@@ -78,7 +80,7 @@ class Layers:
         if self.run.fused_kernels:  # one generated kernel, which keeps x and a number per row
             return tape.op("rms_norm", [x], [c * size, 4 * rows], saves="in", **small)
         wide = tape.op("to fp32", [x], [4 * size]) if c < 4 else x
-        root = tape.op("rsqrt of mean", [wide], [4 * rows], saves="in", forward_temp=4 * size, backward_temp=4 * size)
+        root = tape.op("rsqrt of mean", [wide], [4 * rows], saves="in", forward_temp=4 * size, backward_temp=12 * size)
         product = tape.op("normalize", [wide, root], [4 * size], saves="in", backward_temp=4 * size)
         if self.architecture.family in GEMMA:
             product = tape.op("times weight", [product], [4 * size], saves="in", backward_temp=4 * size, **small)
@@ -113,6 +115,8 @@ class Layers:
             out = tape.op(
                 "flash_attention", [q, k, v], [c * T * A, 4 * T * heads], saves="in out", backward_temp=temp, kept_by_policy=True
             )
+        if self.architecture.family == "phi3":  # queries put together by torch.cat lie head by head, and so does the result
+            out = tape.op("contiguous", [out], [c * T * A])
         return self._linear(tape, out, A, h, "out")
 
     def _split(self, tape: Tape, joint: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,8 +146,11 @@ class Layers:
         if self.architecture.family in SOFT_CAPS:
             s = self._soft_cap(tape, s, c * scores)
         s = tape.op("mask", [s], [c * scores], same_grad=True)
-        p = tape.op("softmax", [s], [4 * scores], saves="out", forward_temp=4 * scores if c < 4 else 0)
-        p = tape.op("from fp32", [p], [c * scores]) if c < 4 else p
+        if c == 4 or self.architecture.family in NARROW_SOFTMAX:
+            p = tape.op("softmax", [s], [c * scores], saves="out")
+        else:
+            p = tape.op("softmax", [s], [4 * scores], saves="out", forward_temp=4 * scores)
+            p = tape.op("from fp32", [p], [c * scores])
         return tape.op("weighted sum", [p, v], [c * T * A], saves="in", forward_temp=c * T * A)
 
     def _soft_cap(self, tape: Tape, x: Tensor, size: int) -> Tensor:
@@ -173,7 +180,7 @@ class Layers:
 
     def _gelu_new(self, tape: Tape, x: Tensor, size: int) -> Tensor:
         """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), an operation at a time."""
-        cube = tape.op("pow", [x], [size], saves="in", backward_temp=size)
+        cube = tape.op("pow", [x], [size], saves="in", backward_temp=2 * size)
         inner = tape.op("add", [x, tape.op("times", [cube], [size])], [size], same_grad=True)
         tanh = tape.op("tanh", [tape.op("times", [inner], [size])], [size], saves="out")
         half = tape.op("times", [x], [size])
@@ -248,7 +255,8 @@ class Layers:
         """Bytes that all blocks share: cosines and sines; under checkpointing, which keeps arguments, the mask of eager attention."""
         run, block = self.run, next(iter(self.architecture.blocks), None)
         rotary = 2 * run.sequence * block.head_dim if block and self.architecture.family not in NO_ROTARY else 0
-        mask = run.tokens * run.sequence if run.attention == "eager" and run.checkpointing != "none" else 0
+        windows = {block.window for block in self.architecture.blocks}
+        mask = len(windows) * run.tokens * run.sequence if run.attention == "eager" and run.checkpointing != "none" else 0
         return self.c * (rotary + mask)
 
     def head(self, trained: bool) -> Tape:

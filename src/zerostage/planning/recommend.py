@@ -10,7 +10,7 @@ from zerostage.planning import layout3d
 from zerostage.planning.architecture import Architecture
 from zerostage.planning.duration import Duration
 from zerostage.planning.hardware import Machine
-from zerostage.planning.rows import FILL, row
+from zerostage.planning.rows import FILL, row, sized
 from zerostage.planning.run import Run
 from zerostage.planning.schema import Choice, Recommendation, Row
 
@@ -141,7 +141,7 @@ def _nothing_fits(
     ranks = least.row.ranks
     while ranks < 16384 and architecture.blocks:
         ranks *= 2
-        larger = machine.with_ranks(ranks)
+        larger = sized(machine, ranks)
         found = row(architecture, run, Partition.from_stage(3, ranks), ranks, larger, timed=False)[0]
         if found.fits:
             reasons.append(f"stage 3 fits from about {_gpus(ranks)} ({_gb(found.peak_allocated)} a rank)")

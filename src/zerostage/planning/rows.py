@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zerostage.partition import STAGES, Partition
+from zerostage.planning import hardware
 from zerostage.planning.architecture import Architecture
 from zerostage.planning.duration import Duration, step
 from zerostage.planning.engines import BUFFERS
@@ -25,6 +28,16 @@ def partitions(ranks: int, ranks_per_node: int) -> list[Partition]:
     return list(dict.fromkeys(found))
 
 
+def sized(machine: Machine, ranks: int) -> Machine:
+    """The machine with as many nodes as `ranks` ranks need; a network that is not given is then what such cards are sold with."""
+    each = machine.gpus_per_node
+    nodes = -(-ranks // each)
+    if nodes > 1 and machine.network is None:
+        usual = hardware.machine(machine.card.name, nodes, each)
+        return replace(machine, nodes=nodes, network=usual.network, assumed=(*machine.assumed, *usual.assumed))
+    return replace(machine, nodes=nodes)
+
+
 def layout(partition: Partition, ranks: int) -> str:
     stage = partition.stage(ranks)
     if stage is not None:
@@ -40,34 +53,35 @@ def row(
     ranks: int,
     machine: Machine | None,
     timed: bool = True,
-    simulated: tuple[Track, Track, dict[str, int]] | None = None,
+    simulated: tuple[Track, int, dict[str, int]] | None = None,
 ) -> tuple[Row, Track | None, Duration | None]:
     """The row, the memory of its step over time (None where only a parameter count is known), and its time.
 
-    simulated: the tracks of a later and of the first step and the bytes at rest that `simulate.py` found.
+    simulated: what `simulate.py` found: the track of a later step, the peak of the first one, and the bytes at rest.
     """
     duration = step(architecture, run, machine, partition, ranks) if machine and timed and architecture.blocks else None
-    if simulated:
-        track, first, _ = simulated
-    elif architecture.modelled:
-        (track, _), (first, _) = (walk(architecture, run, partition, ranks, first=one) for one in (False, True))
-    else:
-        track = first = _state_only(architecture, run, partition, ranks)
     buffers = BUFFERS[run.engine](architecture, run, partition, ranks, Track())
-    rest = simulated[2] if simulated else buffers.sizes()
+    if simulated:
+        track, first, rest = simulated
+    else:
+        track = walk(architecture, run, partition, ranks) if architecture.modelled else _state_only(architecture, run, partition, ranks)
+        rest = buffers.sizes()
+        # the first step makes the optimizer's states at its end
+        states = rest["exp_avg"] + rest["exp_avg_sq"]
+        first = max(size - states * (phase != "step") for phase, size in track.phases.items())
     context = machine.card.context_bytes if machine else 0
     usable = machine.card.usable_bytes if machine else None
-    low, high = reserved(track, first)
+    # The caching allocator takes from the driver at least the peak, where every freed block is used again at once, and at
+    # most what each term needs at most, where none is ever used for another.
+    low, high = track.peak, sum(track.highest.values())
     used = high + context if usable is None else min(high + context, usable)
-    peak = max(track.peak, first.peak)
-    at = track if track.peak >= first.peak else first
     terms = {name: rest.get(name, 0) for name in ("weights", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers")}
-    most = {name: at.highest.get(name, 0) for name in ("gathered", "reduce", "activations", "logits", "optimizer_temporaries")}
+    most = {name: track.highest.get(name, 0) for name in ("gathered", "reduce", "activations", "logits", "optimizer_temporaries")}
     answer = Row(
         stage=partition.stage(ranks), layout=layout(partition, ranks), partition=_degrees(partition), ranks=ranks, engine=run.engine,
-        bytes=Bytes(**terms, **most, context=context), phases=track.phases, first_step=first.peak, peak_allocated=peak,
-        peak_phase=at.peak_phase, reserved_low=low, reserved_high=high, device_used=used,
-        fits=usable is None or peak + context <= FILL * usable, left=0 if usable is None else usable - peak - context,
+        bytes=Bytes(**terms, **most, context=context), phases=track.phases, first_step=first, peak_allocated=track.peak,
+        peak_phase=track.peak_phase, reserved_low=low, reserved_high=high, device_used=used,
+        fits=usable is None or track.peak + context <= FILL * usable, left=0 if usable is None else usable - track.peak - context,
         sent_bytes_per_step=sum(buffers.traffic().values()),
     )  # fmt: skip
     if duration:
@@ -79,12 +93,6 @@ def row(
 
 def _degrees(partition: Partition) -> tuple[int, int, int]:
     return partition.optimizer, partition.gradients, partition.weights
-
-
-def reserved(*tracks: Track) -> tuple[int, int]:
-    """What the caching allocator will have taken from the driver: from the peak of what is allocated, where every freed
-    block is used again at once, to the sum of what each term needs at most, where none is ever used for another."""
-    return max(t.peak for t in tracks), max(sum(t.highest.values()) for t in tracks)
 
 
 def _state_only(architecture: Architecture, run: Run, partition: Partition, ranks: int) -> Track:

@@ -11,8 +11,10 @@ A tape turns that into events; the engine around it adds its own (`buffers.py`).
 from __future__ import annotations
 
 from collections import Counter
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 
@@ -65,14 +67,7 @@ class Tape:
         """What `forward`, `recompute` or `backward` yields, kept for the next block that is like this one."""
         key = (kind, *arguments)
         if key not in self._played:
-            merged: list[Event] = []
-            for event in getattr(self, kind)(*arguments):
-                last = merged[-1] if merged else None
-                if last is not None and last.term == event.term != "gradient" and (last.size > 0) == (event.size > 0):
-                    merged[-1] = Event(event.term, last.size + event.size)
-                else:
-                    merged.append(event)
-            self._played[key] = merged
+            self._played[key] = _short(list(getattr(self, kind)(*arguments)))
         return self._played[key]
 
     def op(
@@ -182,3 +177,24 @@ class Tape:
         """Bytes that a forward leaves behind for backward, the start left out."""
         kept = {id(t): t for op in self.ops for t in (*op.saves, *op.outputs) if t is not self.start and t.base is None}
         return sum(t.size for key, t in kept.items() if key in self._kept(save))
+
+
+def _short(events: list[Event]) -> list[Event]:
+    """The same rises, falls and highest points, between gradients, in as few events as there are terms."""
+    found: list[Event] = []
+    piece: list[Event] = []
+    for event in (*events, Event("gradient", 0)):
+        if event.term != "gradient":
+            piece.append(event)
+            continue
+        totals = list(accumulate(e.size for e in piece))
+        top = max(range(len(piece)), key=totals.__getitem__) + 1 if piece and max(totals) > 0 else 0
+        for part in (piece[:top], piece[top:]):
+            sums: Counter[str] = Counter()
+            for e in part:
+                sums[e.term] += e.size
+            found += [Event(term, size) for term, size in sorted(sums.items(), key=lambda item: item[1]) if size]
+        piece = []
+        if event.size:
+            found.append(event)
+    return found

@@ -33,12 +33,16 @@ class Track:
     def change(self, term: str, size: int) -> None:
         """`size` bytes more (or, negative, fewer) are held by `term`."""
         if size:
-            self.now[term] += size
+            now = self.now[term] = self.now[term] + size
             self.total += size
-            self._note()
+            if size > 0:
+                if now > self.highest[term]:
+                    self.highest[term] = now
+                if self.total > self._best:
+                    self._note()
 
     def _note(self) -> None:
-        if not self.moments or self.total <= self._best:
+        if not self.moments:
             return
         moment = self.moments[-1]
         self._best = self.total
@@ -46,7 +50,6 @@ class Track:
         if self.total > max(self.phases.values(), default=-1):
             self.at_peak = moment.bytes
         self.phases[moment.phase] = max(self.total, self.phases.get(moment.phase, 0))
-        self.highest |= self.now
 
     @property
     def peak(self) -> int:

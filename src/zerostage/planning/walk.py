@@ -55,8 +55,8 @@ def _block_of(name: str, blocks: set[str]) -> str | None:
     return next((path for i in range(len(words), 0, -1) if (path := ".".join(words[:i])) in blocks), None)
 
 
-def walk(architecture: Architecture, run: Run, partition: Partition, ranks: int, first: bool = False) -> tuple[Track, Buffers]:
-    """The memory of one step of one rank. first: the first step, in which the optimizer's states do not exist before its end.
+def walk(architecture: Architecture, run: Run, partition: Partition, ranks: int) -> Track:
+    """The memory of one step of one rank, any but the first.
 
     Raises InputError where the architecture's activations are not modelled.
     """
@@ -66,7 +66,7 @@ def walk(architecture: Architecture, run: Run, partition: Partition, ranks: int,
         )
     track = Track()
     buffers = BUFFERS[run.engine](architecture, run, partition, ranks, track)
-    buffers.start(states=not first)
+    buffers.start()
     sequence = parts(architecture, run, buffers)
     for _ in range(run.accumulation):
         _forward(sequence, run, buffers, track)
@@ -74,7 +74,7 @@ def walk(architecture: Architecture, run: Run, partition: Partition, ranks: int,
     track.mark("optimizer step", "step")
     buffers.step()
     buffers.zero_grad()
-    return track, buffers
+    return track
 
 
 def _following(sequence: list[Part], position: int, step: int) -> list[Unit]:

@@ -72,7 +72,7 @@ def show(name: str, result: dict[str, Any]) -> None:
     for pair, row in result.get("ratios", {}).items():
         print(f"  {pair}: {row['median']:.3f} ({row['range'][0]:.3f} to {row['range'][1]:.3f})")
     if "terms" in result:
-        print(f"  {result['parameters']:,} parameters, {result['ranks']} ranks; plan {gb(result['plan']['total'])} at rest")
+        print(f"  {result['parameters']:,} parameters, {result['ranks']} ranks; plan {gb(result['plan'])} at rest")
         account = ", ".join(f"{kind} {gb(sum(terms.values()))}" for kind, terms in result["terms"].items() if kind != "peak")
         print(f"  at rest {gb(result['at_rest'])} by the allocator; by term: {account}")
         bound = result["terms"].get("peak", {}).get("bound")

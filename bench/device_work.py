@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import zerostage
 from bench import task
 from zerostage.engine import engine_of
-from zerostage.planning.memory import estimate
+from zerostage.partition import Partition
 
 #: Dense bf16 FLOP/s by the vendor's data sheets; the first name that occurs in the device's counts.
 PEAK_FLOPS = {"H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
@@ -253,7 +253,7 @@ def fake_world(engine: str, tiny: bool) -> dict[str, Any]:
         compute_tables(model)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-        found["plan"] = asdict(estimate(found["parameters"], 3, ranks))
+        found["plan"] = round(sum(Partition.from_stage(3, ranks).bytes(found["parameters"]).values()))
         optimizer = ENGINES[engine](model)
         fill(model)
         held.mark("built")

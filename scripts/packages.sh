@@ -1,9 +1,15 @@
 #!/bin/sh
-# The Debian packages that tests and bench need beside Python's: ip and tc, for two hosts on one machine.
+# The Debian packages that tests and bench need beside Python's: ip and tc, for two hosts on one machine, and a browser, in which
+# the plan's page is tested.
 set -e
-command -v tc >/dev/null && command -v ip >/dev/null && exit 0
+missing=
+command -v tc >/dev/null && command -v ip >/dev/null || missing=iproute2
+command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null ||
+    missing="${missing:+$missing }chromium"
+[ -n "$missing" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    apt-get -qq update && apt-get -qq install -y iproute2 >/dev/null
+    # The names are split on purpose.
+    apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y $missing >/dev/null
 else
-    echo "ip and tc are missing: install iproute2 (apt-get install iproute2)" >&2
+    echo "missing for some of the tests: $missing (apt-get install $missing)" >&2
 fi

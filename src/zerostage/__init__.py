@@ -21,6 +21,7 @@ _HOME = {
     "save_weights": "export",
     "EMA": "ema",
     "trace": "tracing",
+    "plan": "planning.answer",
     **dict.fromkeys(
         ("shard", "reserve", "no_sync", "gathered", "clip_grad_norm_", "full_state_dict", "memory", "traffic", "close"),
         "engine",

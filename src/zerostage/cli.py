@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -11,6 +10,7 @@ import click
 
 from zerostage import __version__
 from zerostage.mistakes import InputError, closest
+from zerostage.planning.command import plan
 from zerostage.train import config as settings
 
 
@@ -83,36 +83,22 @@ def _train(config: settings.TrainConfig) -> None:
     train(config)
 
 
+group.add_command(plan)
+
+
 @group.command()
-@click.option("--params", required=True, metavar="N", help="number of parameters: 70.6e9, 7B or 135M")
-@click.option("--ranks", default="8,16,32,64", show_default=True, metavar="N,N", help="numbers of data-parallel ranks")
-@click.option("--json", "as_json", is_flag=True, help="whole bytes as JSON instead of tables")
-def plan(params: str, ranks: str, as_json: bool) -> None:
-    """Print what each stage holds and sends per rank, for mixed-precision Adam."""
-    from zerostage.planning import memory, report
+@click.option("--ranks", type=int, metavar="N", help="processes to measure with [one per GPU; 2 on the CPU]")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="what to measure [cuda where there is a GPU]")
+@click.option("--out", default="calibration.json", show_default=True, metavar="FILE", help="JSON file to write")
+@click.option("--seconds", default=10.0, show_default=True, metavar="X", help="about how long to measure, beside starting")
+def calibrate(ranks: int | None, device: str | None, out: str, seconds: float) -> None:
+    """Measure matrix products, memory and collectives here, for the planner.
 
-    table = memory.table(_parameters(params), _ranks(ranks))
-    if as_json:
-        click.echo(json.dumps(table, indent=2))
-    else:
-        from rich.console import Console
+    Starts its own ranks on this machine; under torchrun or Slurm it joins the job that is there.
+    """
+    from zerostage.planning import calibrate as calibration
 
-        report.show(Console(highlight=False), table)
-
-
-def _parameters(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:[._]\d+)*(?:e\+?\d+)?)([kmbt]?)", text.strip().lower())
-    number = float(match[1].replace("_", "")) if match and match[1].count(".") <= 1 else 0
-    if not 1 <= number < 1e18:
-        raise InputError(f"--params is {text!r}: give a number of parameters such as 70.6e9, 7B or 135M")
-    return number * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
-
-
-def _ranks(text: str) -> list[int]:
-    parts = text.replace(" ", "").split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InputError(f"--ranks is {text!r}: give whole numbers of 1 or more with commas between, such as 8,16,32")
-    return [int(part) for part in parts]
+    sys.exit(calibration.command(ranks, device, out, seconds))
 
 
 def main() -> None:

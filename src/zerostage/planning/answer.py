@@ -16,7 +16,7 @@ from zerostage.planning.engines import BUFFERS
 from zerostage.planning.hardware import Machine
 from zerostage.planning.network import parse as network_of
 from zerostage.planning.recommend import Candidate, recommend
-from zerostage.planning.rows import FILL, partitions, row, sized
+from zerostage.planning.rows import FILL, partitions, row
 from zerostage.planning.run import Run
 from zerostage.planning.schema import Plan, Row
 from zerostage.planning.sources import Given, read
@@ -54,18 +54,19 @@ def plan(
     simulate: run the real engine on the model under torch's fake tensors instead of the closed form. The rest are fields
     of `planning.run.Run`. Raises InputError, one line, for what cannot be used.
     """
-    given = read(source) if source else Given("")
+    given = read(source, ranks if isinstance(ranks, int) else None) if source else Given("")
     assumed, left_out = list(given.assumed), [f"{key} in {source}" for key in given.ignored]
     settings = _run({**given.run, **{key: value for key, value in run.items() if value is not None}})
     architecture = models.resolve(model if model is not None or params else given.model, params=params, lora_rank=settings.lora_rank)
     assumed += architecture.assumed
     machine = _machine(gpu, nodes or given.nodes, gpus_per_node, network, here, calibration, assumed)
-    stage = given.stage if stage is None and partition is None else stage
+    if stage is None and partition is None:
+        stage, partition = given.stage, _divided(given)
     counts, ranks_given = _counts(machine, nodes or given.nodes, ranks or given.ranks)
     candidates, tracks = [], {}
     engine = BUFFERS[settings.engine]
     for n in counts:
-        fleet = sized(machine, n) if machine else None
+        fleet = machine.with_ranks(n) if machine else None
         for candidate in partitions(n, machine.gpus_per_node if machine else n):
             if candidate.stage(n) not in engine.stages:
                 continue
@@ -81,16 +82,18 @@ def plan(
         if one is None:
             if engine.stages and wanted.stage(n) not in engine.stages:
                 raise InputError(f"{settings.engine} has no stage {stage}: it is stage {' or '.join(map(str, sorted(filter(None.__ne__, engine.stages))))}")
-            found, track, duration = row(architecture, settings, wanted, n, sized(machine, n) if machine else None)
+            found, track, duration = row(architecture, settings, wanted, n, machine.with_ranks(n) if machine else None)
             one = Candidate(wanted, found, duration)
             tracks[wanted, n] = track
         asked = one
     recommendation = recommend(architecture, settings, machine, candidates, ranks_given, tokens) if machine and candidates else None
+    for candidate in candidates[-1:]:
+        assumed += candidate.duration.assumed if candidate.duration else ()
     shown = asked or next((c for c in candidates if recommendation and c.row == recommendation.row), None)
     track = tracks.get((shown.partition, shown.row.ranks)) if shown else None
     return Plan(
         model=_model(architecture),
-        machine=_described(machine, nodes) if machine else {},
+        machine={**machine.describe(), "nodes": nodes or given.nodes} if machine else {},
         run=settings.model_dump(),
         method="simulation" if simulate else "closed form" if architecture.modelled else "training state only",
         rows=[c.row for c in candidates],
@@ -101,6 +104,16 @@ def plan(
         assumed=list(dict.fromkeys(assumed)),
         left_out=[*left_out, *_left_out(architecture, machine)],
     )
+
+
+def _divided(given: Given) -> Partition | None:
+    """The hybrid that a configuration states: copies of a state that is divided over fewer than all ranks."""
+    if given.shard and (given.replicate or 1) > 1:
+        optimizer, gradients, weights = (given.shard if (given.stage or 3) >= first else 1 for first in (1, 2, 3))
+        return Partition(optimizer, gradients, weights)
+    if given.weights_shard and given.ranks:
+        return Partition(given.ranks, given.ranks, given.weights_shard)
+    return None
 
 
 def _run(fields: dict[str, Any]) -> Run:
@@ -128,7 +141,11 @@ def _machine(
         from zerostage.planning.here import here as cards
 
         found = cards()
-        return hardware.machine(found["name"], nodes or 1, gpus_per_node or found["gpus_per_node"], network)
+        built = hardware.machine(found["name"], nodes or 1, gpus_per_node or found["gpus_per_node"], network, assumed)
+        card = replace(built.card, usable_bytes=found["memory_bytes"])
+        if found["link_bytes_per_s"]:
+            card = replace(card, link_bytes_per_s=found["link_bytes_per_s"])
+        return replace(built, card=card)
     if gpu is None:
         if network or gpus_per_node or nodes:
             raise InputError("nodes, gpus_per_node and network describe a machine: give its card as well, for example --gpu h100")
@@ -136,19 +153,10 @@ def _machine(
     if gpus_per_node is None:
         gpus_per_node = 8
         assumed.append("8 GPUs a node")
-    found = hardware.machine(gpu, nodes or 1, gpus_per_node, network)
+    found = hardware.machine(gpu, nodes or 1, gpus_per_node, network, assumed)
     if network and found.network is None:  # how many nodes there will be is open
         found = replace(found, network=network_of(network, gpus_per_node))
     return found
-
-
-def _described(machine: Machine, nodes: int | None) -> dict[str, Any]:
-    card, network = machine.card, machine.network_bytes_per_s
-    return {
-        "gpu": card.name, "nodes": nodes, "gpus_per_node": machine.gpus_per_node, "usable_bytes": card.usable_bytes,
-        "context_bytes": card.context_bytes, "peak_flops": card.flops_peak, "memory_bytes_per_s": card.bandwidth,
-        "link_bytes_per_s": card.link_bytes_per_s, "network_bytes_per_s": network,
-    }  # fmt: skip
 
 
 def _counts(machine: Machine | None, nodes: int | None, ranks: int | list[int] | None) -> tuple[list[int], bool]:

@@ -61,7 +61,8 @@ class FSDP2(Buffers):
 
     def leave(self, unit: Unit, last: bool) -> None:
         blocks = [u for u in self.units if not u.resident]
-        if self.reshards and not unit.resident and unit is not blocks[-1]:
+        kept = self.run.implementation == "torchtitan" and unit is blocks[-1]  # its apply_fsdp leaves the last block gathered
+        if self.reshards and not unit.resident and not kept:
             self.held.discard(unit.name)
             self.track.change("gathered", -self.whole(unit))
 

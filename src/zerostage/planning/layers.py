@@ -246,6 +246,8 @@ class Layers:
         x = tape.op(
             "embedding", [Tensor(0, needs_grad=False)], [size, tables.size], needs_grad=True, saves=[tables], **self._trains(elements)
         )
+        if trained and self.architecture.tied:
+            tape.ops[-1].leaves = -self.c * elements
         tape.ops[-1].outputs[1] = tables
         if self.architecture.family in GEMMA:
             tape.op("scale", [x], [size])
@@ -277,6 +279,8 @@ class Layers:
             size //= run.tensor
         elements = self.architecture.vocab * self.hidden // run.tensor
         logits = tape.op("logits", [n], [c * size], saves="in", term="logits", **self._trains(elements))
+        if trained and self.architecture.tied:  # autograd holds this gradient until that of the embedding is there to be added
+            tape.ops[-1].weight, tape.ops[-1].leaves = 0, c * elements
         if self.architecture.family in SOFT_CAPS:
             logits = self._soft_cap(tape, logits, c * size)
         if run.loss == "chunked":

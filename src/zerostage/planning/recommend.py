@@ -10,10 +10,12 @@ from zerostage.planning import layout3d
 from zerostage.planning.architecture import Architecture
 from zerostage.planning.duration import Duration
 from zerostage.planning.hardware import Machine
-from zerostage.planning.rows import FILL, row, sized
+from zerostage.planning.rows import FILL, row
 from zerostage.planning.run import Run
 from zerostage.planning.schema import Choice, Recommendation, Row
 
+#: No number of GPUs beyond this one is looked at.
+MOST_RANKS = 16384
 #: A later stage or a hybrid must save so much of the step's time to be preferred: estimates are no better than that.
 WORTH = 0.05
 
@@ -43,10 +45,11 @@ def recommend(
         smallest = _best([c for c in candidates if c.row.ranks == fitting[0] and c.row.fits])
         reasons.append(f"{_gpus(fitting[0])} would be enough, at {smallest.row.layout} ({_gb(smallest.row.peak_allocated)} a rank)")
     answer = _answer(best, machine, reasons)
-    _other_layouts(answer, architecture, run, machine, here)
-    answer.largest_micro_batch = _largest(lambda size: _fits(architecture, run, machine, best, micro_batch=size), run.micro_batch, 1)
-    answer.longest_sequence = _largest(lambda size: _fits(architecture, run, machine, best, sequence=size), run.sequence, 256)
-    answer.choices = choices(architecture, run, machine, best)
+    _other_layouts(answer, architecture, run, machine.with_ranks(ranks), here)
+    if architecture.modelled:
+        answer.largest_micro_batch = _largest(lambda n: _fits(architecture, run, machine, best, micro_batch=n), run.micro_batch, 1)
+        answer.longest_sequence = _largest(lambda n: _fits(architecture, run, machine, best, sequence=n), run.sequence, 256)
+        answer.choices = choices(architecture, run, machine, best)
     if tokens and best.row.tokens_per_s_per_gpu:
         answer.gpu_hours = tokens / best.row.tokens_per_s_per_gpu / 3600
         reasons.append(f"{tokens:,.0f} tokens take {answer.gpu_hours:,.0f} GPU-hours, {answer.gpu_hours / ranks:,.1f} hours by the clock")
@@ -54,11 +57,12 @@ def recommend(
 
 
 def _best(fitting: list[Candidate]) -> Candidate:
-    """The earliest stage, unless a later one or a hybrid is faster by more than estimates err."""
-    order = sorted(fitting, key=lambda c: (c.partition.stage(c.row.ranks) is None, sum(c.row.partition)))
+    """The earliest stage, unless a later one is faster by more than estimates err. A hybrid only where no stage fits."""
+    order = sorted(fitting, key=lambda c: (c.row.stage is None, sum(c.row.partition)))
     best = order[0]
     for other in order[1:]:
-        if other.row.step_s is not None and best.row.step_s is not None and other.row.step_s < (1 - WORTH) * best.row.step_s:
+        seconds = other.row.step_s, best.row.step_s
+        if other.row.stage is not None and None not in seconds and seconds[0] < (1 - WORTH) * seconds[1]:
             best = other
     return best
 
@@ -115,8 +119,6 @@ def _why(architecture: Architecture, here: list[Candidate], best: Candidate, mac
 
 def _other_layouts(answer: Recommendation, architecture: Architecture, run: Run, machine: Machine, here: list[Candidate]) -> None:
     """Where the network cannot carry stage 3, tensor and pipeline parallelism instead."""
-    if not architecture.blocks:
-        return
     layout, reasons = layout3d.reversal(architecture, run, machine, [(c.partition, c.row.fits, c.duration) for c in here])
     answer.reasons += reasons
     if layout is not None:
@@ -138,18 +140,21 @@ def _nothing_fits(
     ]
     answer = _answer(least, machine, reasons)
     answer.choices = choices(architecture, run, machine, least)
-    ranks = least.row.ranks
-    while ranks < 16384 and architecture.blocks:
+    ranks, enough = least.row.ranks, None
+    while ranks < MOST_RANKS and enough is None:
         ranks *= 2
-        larger = sized(machine, ranks)
-        found = row(architecture, run, Partition.from_stage(3, ranks), ranks, larger, timed=False)[0]
-        if found.fits:
-            reasons.append(f"stage 3 fits from about {_gpus(ranks)} ({_gb(found.peak_allocated)} a rank)")
-            break
+        found = row(architecture, run, Partition.from_stage(3, ranks), ranks, None, timed=False)[0]
+        if found.peak_allocated + least.row.bytes.context <= FILL * machine.card.usable_bytes:
+            enough = found
+    if enough:
+        reasons.append(f"stage 3 fits from about {_gpus(enough.ranks)} ({_gb(enough.peak_allocated)} a rank)")
     else:
-        if architecture.blocks:
-            reasons.append("stage 3 fits at no number of ranks: what is not divided by them is too large already")
-    _other_layouts(answer, architecture, run, machine, [c for c in candidates if c.row.ranks == least.row.ranks])
+        reasons.append("stage 3 fits at no number of ranks: what is not divided by them is too large already")
+    turned = [choice for choice in answer.choices if choice.fits]
+    if turned:
+        reasons.append(f"{least.row.layout} on {_gpus(least.row.ranks)} fits with {turned[0].change} ({_gb(turned[0].peak_allocated)} a rank)")
+        return answer
+    _other_layouts(answer, architecture, run, machine.with_ranks(least.row.ranks), [c for c in candidates if c.row.ranks == least.row.ranks])
     return answer
 
 
@@ -165,11 +170,11 @@ def choices(architecture: Architecture, run: Run, machine: Machine, best: Candid
         "FlashAttention": {"attention": "flash"},
     }
     found = []
-    for change, values in turned.items():
+    for change, values in turned.items() if architecture.modelled else ():
         other = run.model_copy(update=values)
         if other == run or not other.micro_batch or not other.accumulation:
             continue
-        answer = row(architecture, other, best.partition, best.row.ranks, machine)[0]
+        answer = row(architecture, other, best.partition, best.row.ranks, machine.with_ranks(best.row.ranks))[0]
         found.append(Choice(change=change, peak_allocated=answer.peak_allocated, fits=answer.fits, step_s=answer.step_s))
     return sorted(found, key=lambda c: (not c.fits, c.step_s if c.fits and c.step_s else c.peak_allocated))
 

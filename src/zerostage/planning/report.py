@@ -88,7 +88,7 @@ def _decision(console: Console, plan: Plan) -> None:
 
 def _number(value: float, size: float) -> str:
     value /= size
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:,.1f}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.1f}"
 
 
 def _fitting(row: Row, size: float, plan: Plan) -> str:

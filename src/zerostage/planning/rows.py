@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from zerostage.partition import STAGES, Partition
-from zerostage.planning import hardware
 from zerostage.planning.architecture import Architecture
 from zerostage.planning.duration import Duration, step
 from zerostage.planning.engines import BUFFERS
@@ -26,16 +23,6 @@ def partitions(ranks: int, ranks_per_node: int) -> list[Partition]:
     if 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0:
         found += [Partition.node_local_weights(ranks, ranks_per_node), Partition.hybrid(ranks_per_node)]
     return list(dict.fromkeys(found))
-
-
-def sized(machine: Machine, ranks: int) -> Machine:
-    """The machine with as many nodes as `ranks` ranks need; a network that is not given is then what such cards are sold with."""
-    each = machine.gpus_per_node
-    nodes = -(-ranks // each)
-    if nodes > 1 and machine.network is None:
-        usual = hardware.machine(machine.card.name, nodes, each)
-        return replace(machine, nodes=nodes, network=usual.network, assumed=(*machine.assumed, *usual.assumed))
-    return replace(machine, nodes=nodes)
 
 
 def layout(partition: Partition, ranks: int) -> str:
@@ -59,7 +46,7 @@ def row(
 
     simulated: what `simulate.py` found: the track of a later step, the peak of the first one, and the bytes at rest.
     """
-    duration = step(architecture, run, machine, partition, ranks) if machine and timed and architecture.blocks else None
+    duration = step(architecture, run, machine, partition, ranks) if machine and timed else None
     buffers = BUFFERS[run.engine](architecture, run, partition, ranks, Track())
     if simulated:
         track, first, rest = simulated

@@ -11,7 +11,6 @@ A tape turns that into events; the engine around it adds its own (`buffers.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -41,6 +40,7 @@ class Op:
     forward_temp: int = 0  # bytes that exist only while it runs
     backward_temp: int = 0
     same_grad: bool = False  # hands its result's gradient on as it is (additions, views)
+    leaves: int = 0  # bytes of a gradient that its backward leaves for a later part to add to; negative: that it takes over
     overwrites: bool = False  # puts its input's gradient where the saved input was
     kept_by_policy: bool = False  # selective checkpointing keeps its results
     holds: tuple[Tensor, ...] = ()  # what local variables of the modelling code keep until it has run
@@ -156,6 +156,8 @@ class Tape:
             yield from (Event(term, size) for term, size in made if size)
             if op.weight:
                 yield Event("gradient", op.weight)
+            if op.leaves:
+                yield Event("reduce", op.leaves)
             for grad in mine:
                 grad[1] -= 1
                 if not grad[1]:

@@ -56,9 +56,11 @@ def plan(
     """
     given = read(source, ranks if isinstance(ranks, int) else None) if source else Given("")
     assumed, left_out = list(given.assumed), [f"{key} in {source}" for key in given.ignored]
-    settings = _run({**given.run, **{key: value for key, value in run.items() if value is not None}})
+    fields = {**given.run, **{key: value for key, value in run.items() if value is not None}}
+    settings = _run(fields)
     architecture = models.resolve(model if model is not None or params else given.model, params=params, lora_rank=settings.lora_rank)
     assumed += architecture.assumed
+    settings = _defaults(settings, fields, architecture, assumed)
     machine = _machine(gpu, nodes or given.nodes, gpus_per_node, network, here, calibration, assumed)
     if stage is None and partition is None:
         stage, partition = given.stage, _divided(given)
@@ -126,6 +128,19 @@ def _run(fields: dict[str, Any]) -> Run:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         raise InputError(f"{name} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+
+
+def _defaults(run: Run, given: dict[str, Any], architecture: Architecture, assumed: list[str]) -> Run:
+    """The run with sequences no longer than the model takes, and a note of what memory depends on and nobody has said."""
+    positions = architecture.positions
+    if architecture.blocks and "sequence" not in given and positions and positions < run.sequence:
+        run = run.model_copy(update={"sequence": positions})
+    elif positions and run.sequence > positions:
+        assumed.append(f"sequences of {run.sequence} tokens, where the model was made for {positions}")
+    unsaid = {"sequence": f"sequences of {run.sequence} tokens", "micro_batch": f"a micro-batch of {run.micro_batch}",
+              "checkpointing": f"{run.checkpointing} activation checkpointing", "optimizer": "AdamW"}  # fmt: skip
+    assumed += [text for key, text in unsaid.items() if key not in given and architecture.blocks]
+    return run
 
 
 def _machine(

@@ -58,7 +58,7 @@ class DeepSpeed(Buffers):
         self.bucket = self.option("reduce_bucket_size")
         self.trained = sum(self.padded(unit, True) for unit in self.units)
         self.largest = max((self.elements(w) for w in self.architecture.weights if w.trainable), default=0)
-        self.filled = self.tensors = self.loose = self.micro_batch = 0
+        self.filled = self.tensors = self.sent = self.loose = self.micro_batch = 0
         self.live: dict[str, int] = {}  # gathered weights: elements
         self.ahead: set[str] = set()  # gathered for a use that comes later
         self.flats: list[tuple[set[str], int, list[bool]]] = []  # gathered together: names to come, elements, whether copied out
@@ -87,6 +87,8 @@ class DeepSpeed(Buffers):
         if self.stage == 3:
             if offload != "none":
                 found["gradients"] = 0
+            if self.partition.weights != n:  # zero_hpz_partition_size: a second copy, divided within a node
+                found["weights"] += found["weights"] * self.partition.weights // n
             small = sum(self.elements(w) for unit in self.units for w in unit.weights if self.persists(w))
             found["buffers"] = self.c * small + (self.c * self.bucket if self.contiguous else 0)
         elif self.stage:
@@ -106,6 +108,8 @@ class DeepSpeed(Buffers):
         if self.run.offload != "none":
             return 0
         slice_ = -(-self.trained // self.partition.optimizer)
+        if self.architecture.family == "parameters":  # only their number is known
+            return self.c * slice_
         held: dict[int, int] = {}
         start = 0
         for elements in (self.elements(w) for w in self.architecture.weights if w.trainable and w.numel):
@@ -213,10 +217,13 @@ class DeepSpeed(Buffers):
             self.loose += size  # goes when it has been sent
 
     def _send(self) -> None:
-        """The bucket's contents are put together once more, unless they are one tensor."""
+        """The bucket's contents are put together once more, unless they are one tensor.
+
+        At stages 1 and 2 all that one rank gets is one tensor, but what is added into an fp32 slice is not.
+        """
         itemsize = self.g if self.stage == 1 else self.c
         wide = self.g // self.partition.optimizer if self.stage == 3 and self.g != self.c else 0
-        copy = self.filled * (itemsize + wide if self.tensors > 1 else wide) if self.ranks > 1 else 0
+        copy = self.filled * (itemsize + wide if self._pieces() > 1 else wide) if self.ranks > 1 else 0
         self.track.change("reduce", copy)
         self.track.change("reduce", -copy)
         if self.stage < 3 and not self.own_is_there:
@@ -225,6 +232,13 @@ class DeepSpeed(Buffers):
             self.track.change("gradients" if self.micro_batch == 1 or self.stage == 1 else "reduce", self.own_gradients())
         self.track.change("reduce", -self.loose)
         self.filled = self.tensors = self.loose = 0
+
+    def _pieces(self) -> int:
+        if self.stage == 3 or self.g > self.c or not self.trained:
+            return self.tensors
+        slice_ = -(-self.trained // self.partition.optimizer)
+        end, self.sent = self.trained - self.sent, self.sent + self.filled  # backward goes from the end to the start
+        return max(1, (end - 1) // slice_ - max(0, end - self.filled) // slice_ + 1)
 
     def reduce(self, unit: Unit, following: list[Unit]) -> None:
         if self.stage == 3:
@@ -248,6 +262,7 @@ class DeepSpeed(Buffers):
             self.track.change("reduce", -self.track.now["reduce"])
             self.bucket_is_there = False
         self.own_is_there = self.g > self.c and not last
+        self.sent = 0
         self.track.change("gathered", -self.track.now["gathered"])
         for held in (self.live, self.ahead, self.flats, self.seen):
             held.clear()

@@ -213,6 +213,7 @@ def reversal(
     time = min(flat, key=lambda time: time.step_s)
     within = min((time for partition, time in fitting if partition.weights <= machine.gpus_per_node), key=lambda t: t.step_s, default=None)
     critical *= 0.75 if run.checkpointing == "full" else 1.0
+    critical *= architecture.parameters / architecture.active_parameters  # all experts travel, a token computes with some
     network = machine.network.bytes_per_s / 1e9
     numbers = (
         f"a micro-batch has {run.tokens:,} tokens a GPU; stage 3 computes as long as it communicates at {critical:,.0f} tokens "

@@ -13,9 +13,28 @@ from typing import Any
 
 from zerostage.mistakes import InputError
 from zerostage.planning import charts, step_charts
-from zerostage.planning.page_tables import all_rows, choices, chosen, facts, number, section, tables, usable
+from zerostage.planning.page_tables import (
+    all_rows,
+    choices,
+    chosen,
+    facts,
+    number,
+    section,
+    shown,
+    tables,
+    usable,
+)
 from zerostage.planning.page_template import PAGE
-from zerostage.planning.palette import COLOURS, FAMILIES, UNKNOWN, gb, kinds, term_name, terms_of, title
+from zerostage.planning.palette import (
+    COLOURS,
+    FAMILIES,
+    UNKNOWN,
+    gb,
+    kinds,
+    term_name,
+    terms_of,
+    title,
+)
 from zerostage.planning.schema import Plan
 
 
@@ -181,7 +200,7 @@ def memory(plan: Plan) -> str:
 def timeline(plan: Plan) -> str:
     if not plan.timeline:
         return ""
-    row, card = chosen(plan), usable(plan)
+    row, card = shown(plan), usable(plan)
     of = f" ({title(row)})" if row else ""
     room = card - (row.bytes.context if row else 0) if card else None
     return section(
@@ -196,7 +215,7 @@ def timeline(plan: Plan) -> str:
 def spans(plan: Plan) -> str:
     if not plan.spans:
         return ""
-    row = chosen(plan)
+    row = shown(plan)
     of = f" ({title(row)})" if row else ""
     bare = sum(end - start for start, end in step_charts.exposed(plan.spans))
     end = max(span.end_s for span in plan.spans)

@@ -20,8 +20,13 @@ def usable(plan: Plan) -> int | None:
 
 
 def chosen(plan: Plan) -> Row | None:
-    """The row that `timeline` and `spans` are about."""
+    """The row that the figures of the decision are about: the recommended one, where there is one."""
     return plan.recommendation.row if plan.recommendation and plan.recommendation.row else plan.asked
+
+
+def shown(plan: Plan) -> Row | None:
+    """The row that `timeline` and `spans` are about: the asked one, where one was asked for."""
+    return plan.asked or chosen(plan)
 
 
 def all_rows(plan: Plan) -> tuple[list[Row], dict[int, str]]:
@@ -42,6 +47,8 @@ def number(value: float | None, digits: int = 3) -> str:
     """Three significant digits, thousands apart; whole numbers as they are."""
     if value is None:
         return "–"
+    if abs(value) < 1e-9:
+        return "0"
     if isinstance(value, int) or abs(value) >= 10 ** (digits - 1):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
@@ -147,6 +154,7 @@ def choices(plan: Plan) -> str:
         found = [choice.change, gb(choice.peak_allocated)]
         if base:
             change = choice.peak_allocated - base.peak_allocated
+            change = change if abs(change) >= 5e5 else 0  # less than what the last digit shows
             found.append(("+" if change > 0 else "−" if change else "±") + gb(abs(change)))
         found += ["yes" if choice.fits else "no"] if card else []
         return found + ([number(choice.step_s)] if timed else [])

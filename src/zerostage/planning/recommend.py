@@ -77,13 +77,15 @@ def _answer(best: Candidate, machine: Machine, reasons: list[str]) -> Recommenda
 
 
 def _state(architecture: Architecture, best: Candidate) -> str:
+    """How much training state there is (on one rank it would be whole), and what a rank holds of it."""
     trained = architecture.trainable_parameters
     whole = WEIGHTS * architecture.parameters + (GRADIENTS + OPTIMIZER) * trained
-    text = f"{architecture.parameters:,} parameters"
-    if trained != architecture.parameters:
-        text += f", {trained:,} of them trained"
     held = sum(getattr(best.row.bytes, term) for term in ("weights", "gradients", "master", "exp_avg", "exp_avg_sq"))
-    return f"{text}: {_gb(whole)} of training state at 16 bytes each; a rank holds {_gb(held)} of it at {best.row.layout} on {best.row.ranks}"
+    if trained == architecture.parameters:
+        text = f"{architecture.parameters:,} parameters x 16 bytes are {_gb(whole)} of training state"
+    else:
+        text = f"2 bytes for each of {architecture.parameters:,} parameters and 14 more for each of {trained:,} that are trained are {_gb(whole)}"
+    return f"{text}; a rank holds {_gb(held)} at {best.row.layout} on {_gpus(best.row.ranks)}"
 
 
 def _why(architecture: Architecture, here: list[Candidate], best: Candidate, machine: Machine) -> list[str]:

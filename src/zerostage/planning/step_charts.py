@@ -10,7 +10,19 @@ from html import escape
 from itertools import groupby
 
 from zerostage.planning.charts import empty, go
-from zerostage.planning.palette import ALARM, COLOURS, GB, INK, MUTED, UNKNOWN, gb, kinds, streams_of, term_name, terms_of
+from zerostage.planning.palette import (
+    ALARM,
+    COLOURS,
+    GB,
+    INK,
+    MUTED,
+    UNKNOWN,
+    gb,
+    kinds,
+    streams_of,
+    term_name,
+    terms_of,
+)
 from zerostage.planning.schema import Moment, Span
 
 

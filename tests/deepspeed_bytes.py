@@ -1,15 +1,15 @@
 """Measure what DeepSpeed holds on the CPU: `python deepspeed_bytes.py`, where deepspeed is installed (`pip install deepspeed`).
 
 Two ranks over gloo train a Llama of 19.8M parameters in bf16; the profiler sees each allocation. For each case of
-CASES it prints bytes per parameter in the fourth step: at rest after it, and at most in forward, backward and step. The
-figures are of the rank with fewer: what gloo's threads free is not seen, so that a rank can only seem to hold too much.
-`test_plan_deepspeed.py` has them as MEASURED, from deepspeed 0.19.8 and torch 2.13.
+CASES it prints bytes per parameter in the fourth step: at rest after it, and at most in forward, backward and step. At
+rest the figure is of the rank with fewer: what gloo's threads free is not seen, so that a rank can only seem to hold too
+much. The others are the most that a rank held above its own rest. `test_plan_deepspeed.py` has them as MEASURED, from
+deepspeed 0.19.8 and torch 2.13.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import time
@@ -99,7 +99,8 @@ def measure(zero: dict, other: dict) -> dict[str, float]:
                 del loss
         gc.collect()
     live, most, phase = Live(), {"forward": 0, "backward": 0, "step": 0, "between": 0, "before": 0}, "before"
-    for event in sorted(_allocations(profiler.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns):
+    events = _allocations(profiler.profiler.kineto_results.experimental_event_tree())
+    for event in sorted(events, key=lambda event: event.start_time_ns):
         while marks and event.start_time_ns >= marks[0][0]:
             phase = marks.pop(0)[1]
             most[phase] = max(most[phase], live.bytes)
@@ -123,7 +124,9 @@ def work(rank: int, port: int, results) -> None:
         found: list = [None, None]
         dist.all_gather_object(found, measure(*map(dict, case)))
         if rank == 0:
-            results.put((case, {name: min(one[name] for one in found) for name in found[0]}))
+            rest = min(one["rest"] for one in found)
+            most = {name: rest + max(one[name] - one["rest"] for one in found) for name in found[0]}
+            results.put((case, most))
     dist.barrier()
     results.close()
     results.join_thread()
@@ -138,6 +141,7 @@ if __name__ == "__main__":
         process.start()
     for _ in CASES:
         (zero, other), found = queue.get(timeout=300)
-        print(f"    ({json.dumps(zero)}, {json.dumps(other)}, {json.dumps({k: round(v, 3) for k, v in found.items()})}),", flush=True)
+        figures = {name: round(value, 3) for name, value in found.items()}
+        print(f"    ({zero}, {other}, {figures}),", flush=True)
     for process in ranks:
         process.join(10)

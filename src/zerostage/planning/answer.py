@@ -61,10 +61,15 @@ def plan(
     architecture = models.resolve(model if model is not None or params else given.model, params=params, lora_rank=settings.lora_rank)
     assumed += architecture.assumed
     settings = _defaults(settings, fields, architecture, assumed)
-    machine = _machine(gpu, nodes or given.nodes, gpus_per_node, network, here, calibration, assumed)
+    if gpu or here:  # a configuration tells how many cards there are, not which
+        nodes = given.nodes if nodes is None else nodes
+        gpus_per_node = given.ranks // given.nodes if gpus_per_node is None and given.ranks and given.nodes else gpus_per_node
+    if here or calibration:
+        nodes = nodes or 1
+    machine = _machine(gpu, nodes, gpus_per_node, network, here, calibration, assumed)
     if stage is None and partition is None:
         stage, partition = given.stage, _divided(given)
-    counts, ranks_given = _counts(machine, nodes or given.nodes, ranks or given.ranks)
+    counts, ranks_given = _counts(machine, nodes, ranks or given.ranks)
     candidates, tracks = [], {}
     engine = BUFFERS[settings.engine]
     for n in counts:
@@ -79,7 +84,10 @@ def plan(
     asked = None
     if stage is not None or partition is not None:
         n = counts[-1]
-        wanted = partition.check(n) if partition else Partition.from_stage(stage, n)
+        try:
+            wanted = partition.check(n) if partition else Partition.from_stage(stage, n)
+        except ValueError as error:
+            raise InputError(str(error)) from None
         one = next((c for c in candidates if c.partition == wanted and c.row.ranks == n), None)
         if one is None:
             if engine.stages and wanted.stage(n) not in engine.stages:
@@ -95,7 +103,7 @@ def plan(
     track = tracks.get((shown.partition, shown.row.ranks)) if shown else None
     return Plan(
         model=_model(architecture),
-        machine={**machine.describe(), "nodes": nodes or given.nodes} if machine else {},
+        machine={**machine.describe(), "nodes": nodes} if machine else {},
         run=settings.model_dump(),
         method="simulation" if simulate else "closed form" if architecture.modelled else "training state only",
         rows=[c.row for c in candidates],
@@ -151,7 +159,7 @@ def _machine(
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}: give a whole number of 1 or more")
     if calibration:
-        return Machine.from_calibration(calibration)
+        return Machine.from_calibration(calibration, nodes, network)
     if here:
         from zerostage.planning.here import here as cards
 

@@ -51,10 +51,8 @@ class DeepSpeed(Buffers):
         p, run = self.partition, self.run
         self.stage = 3 if p.weights > 1 else 2 if p.gradients > 1 else 1 if p.optimizer > 1 else 0
         self.whole_fp32 = self.stage == 1 and self.c == 2 and self.g == 4 and run.offload == "none"  # BF16_Optimizer
-        overlap = getattr(run, "overlap_comm", None)
-        contiguous = getattr(run, "contiguous_gradients", None)
-        self.contiguous = contiguous is None or contiguous or run.offload != "none"
-        self.buckets = 2 if overlap and self.stage in (1, 2) else 1
+        self.contiguous = run.contiguous_gradients is not False or run.offload != "none"
+        self.buckets = 2 if run.overlap_comm and self.stage in (1, 2) else 1
         self.bucket = self.option("reduce_bucket_size")
         self.trained = sum(self.padded(unit, True) for unit in self.units)
         self.largest = max((self.elements(w) for w in self.architecture.weights if w.trainable), default=0)
@@ -67,7 +65,7 @@ class DeepSpeed(Buffers):
 
     def option(self, name: str) -> int:
         """Elements that the run gives, or DeepSpeed's default."""
-        given = getattr(self.run, name, None)
+        given = getattr(self.run, name)
         return DEFAULTS[name] if given is None else given
 
     def elements(self, weight: Weight) -> int:
@@ -92,7 +90,8 @@ class DeepSpeed(Buffers):
             small = sum(self.elements(w) for unit in self.units for w in unit.weights if self.persists(w))
             found["buffers"] = self.c * small + (self.c * self.bucket if self.contiguous else 0)
         elif self.stage:
-            found["gradients"] = self.own_gradients()
+            if self.stage == 2:  # stage 1 has all of them until the end of backward
+                found["gradients"] = self.own_gradients()
             found["buffers"] = self.c * self.largest if offload != "none" else 0  # temp_grad_buffer_for_gpu_offload
         return found
 
@@ -140,7 +139,8 @@ class DeepSpeed(Buffers):
             self._prefetch(queue)
 
     def _prefetch(self, queue: list[Weight]) -> None:
-        room = min(self.option("stage3_max_live_parameters") - sum(self.live.values()), self.option("stage3_prefetch_bucket_size"))
+        room = self.option("stage3_max_live_parameters") - sum(self.live.values())
+        room = min(room, self.option("stage3_prefetch_bucket_size"))
         taken: list[Weight] = []
         total = 0
         for weight in queue:
@@ -181,9 +181,9 @@ class DeepSpeed(Buffers):
         if self.stage < 3 or not last:
             return
         # elements from here to this unit's use in backward: those to come, and again on the way back
-        twice = self.run.checkpointing != "none"
+        visits = 2 if self.run.checkpointing == "none" else 3
         later = sum(map(self.elements, self.architecture.weights)) - sum(self.elements(w) for u in self.seen for w in u.weights)
-        if (3 if twice else 2) * later >= self.option("stage3_max_reuse_distance"):
+        if visits * later >= self.option("stage3_max_reuse_distance"):
             self._release(unit)
 
     def end_forward(self) -> None:
@@ -201,9 +201,9 @@ class DeepSpeed(Buffers):
             kept = elements * (self.c if self.stage == 0 or self.whole_fp32 else self.g)
             self.track.change("gradients", kept)
             self.track.change("gradients", -kept if self.micro_batch > 1 else 0)
-            return
-        self.track.change("reduce", size)
-        self._fill(elements, "reduce", size)
+        else:
+            self.track.change("reduce", size)
+            self._fill(elements, "reduce", size)
 
     def _fill(self, elements: int, term: str, size: int) -> None:
         """Put a gradient of `size` bytes of `term` into the bucket."""
@@ -234,7 +234,7 @@ class DeepSpeed(Buffers):
         self.filled = self.tensors = self.loose = 0
 
     def _pieces(self) -> int:
-        if self.stage == 3 or self.g > self.c or not self.trained:
+        if self.stage == 3 or self.g > self.c:
             return self.tensors
         slice_ = -(-self.trained // self.partition.optimizer)
         end, self.sent = self.trained - self.sent, self.sent + self.filled  # backward goes from the end to the start

@@ -39,6 +39,8 @@ class FSDP2(Buffers):
         self.reshards = self.partition.weights > 1
         self.held: set[str] = set()
         self.gather_buffer = self.reduce_input = 0
+        self.backward = False
+        self.ahead: Unit | None = None  # the unit whose gather is under way
         wide = self.run.fp32_reduce if self.run.fp32_reduce is not None else self.g == 4
         self.reduce_itemsize = 4 if wide else self.c
 
@@ -52,11 +54,25 @@ class FSDP2(Buffers):
         return found
 
     def need(self, unit: Unit, following: list[Unit]) -> None:
+        """Forward frees a gather's buffer at the next gather, backward at once; it gathers the next block ahead."""
         if unit.name in self.held:
             return
+        if self.ahead is not unit:
+            self._gather(unit)
         self.held.add(unit.name)
         self.track.change("gathered", self.whole(unit))
-        self.track.change("gathered", self.whole(unit) - self.gather_buffer)
+        if self.backward:
+            self.track.change("gathered", -self.gather_buffer)
+            self.gather_buffer = 0
+            self.ahead = next((u for u in following if not u.resident and u.name not in self.held), None)
+            if self.ahead is not None:
+                self._gather(self.ahead)
+
+    def _gather(self, unit: Unit) -> None:
+        """The shards, cast, and the buffer into which they are gathered."""
+        shard = self.whole(unit) // self.partition.optimizer if self.has_master else 0
+        self.track.change("gathered", self.whole(unit) + shard)
+        self.track.change("gathered", -shard - self.gather_buffer)
         self.gather_buffer = self.whole(unit)
 
     def leave(self, unit: Unit, last: bool) -> None:
@@ -69,6 +85,7 @@ class FSDP2(Buffers):
     def end_forward(self) -> None:
         self.track.change("gathered", -self.gather_buffer)
         self.gather_buffer = 0
+        self.backward = True
 
     def arrive(self, unit: Unit, elements: int) -> None:
         self.track.change("reduce", elements * self.c)
@@ -93,6 +110,7 @@ class FSDP2(Buffers):
         self.track.change("reduce", -self.track.now["reduce"])
         self.track.change("gathered", -self.track.now["gathered"])
         self.gather_buffer = self.reduce_input = 0
+        self.backward, self.ahead = False, None
         self.held.clear()
 
 

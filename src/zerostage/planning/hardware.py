@@ -130,7 +130,7 @@ def card(name: str) -> Card:
     nearest known name.
     """
     text = re.sub(r"[^a-z0-9.]+", " ", _VENDORS.sub(" ", name.lower())).strip()
-    base = next((base for base in _BASES if text.startswith(base)), None)
+    base = next((base for base in _BASES if re.match(rf"{re.escape(base)}(?!\d)", text)), None)
     parts = text[len(base) :].split() if base else []
     if base is None or not all(re.fullmatch(f"(?:{_REST.pattern})+", part) for part in parts):
         raise InputError(f"unknown card {name!r}{closest(name.upper(), CARDS)}; known: {', '.join(CARDS)}")

@@ -92,7 +92,7 @@ def _parameters(params: float) -> Architecture:
         raise InputError(f"params must be a positive number of parameters, such as 70.6e9, not {params!r}")
     weight = Weight(("parameters",), (round(params),))
     note = "only a number of parameters is known: no layers, so neither activations and logits nor the size of a gathered unit"
-    return Architecture(f"{params:g} parameters", "parameters", 0, 0, (), (weight,), modelled=False, assumed=(note,))
+    return Architecture(f"{round(params):,} parameters", "parameters", 0, 0, (), (weight,), modelled=False, assumed=(note,))
 
 
 def _resolved(model: Any) -> tuple[Architecture, Linear]:

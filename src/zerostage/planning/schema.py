@@ -65,7 +65,7 @@ class Row(Answer):
     peak_phase: str
     reserved_low: int = Field(description="what torch's caching allocator will hold, from here ...")
     reserved_high: int = Field(description="... to here")
-    device_used: int = Field(description="what nvidia-smi will show, at most: reserved_high and the context")
+    device_used: int = Field(description="what nvidia-smi will show, at most: reserved_high and the context, but no more than the card has")
     fits: bool = Field(description="whether device_used stays within what the card really has")
     left: int = Field(description="usable bytes of the card less peak_allocated and context; negative: so much is missing")
     sent_bytes_per_step: int
@@ -113,7 +113,7 @@ class Plan(Answer):
     rows: list[Row]
     asked: Row | None = Field(None, description="the one setting that was asked for (--stage and the machine's ranks)")
     recommendation: Recommendation | None = None
-    timeline: list[Moment] = Field(default_factory=list, description="memory of one step of the recommended (or asked) row")
+    timeline: list[Moment] = Field(default_factory=list, description="memory of one step of the asked row, or else of the recommended one")
     spans: list[Span] = Field(default_factory=list, description="compute and communication of that step")
     assumed: list[str] = Field(default_factory=list, description="what was not given and therefore assumed")
     left_out: list[str] = Field(default_factory=list, description="what no figure contains")

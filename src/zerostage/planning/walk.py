@@ -122,6 +122,8 @@ def _backward(sequence: list[Part], run: Run, buffers: Buffers, track: Track) ->
                 track.change(event.term, event.size)
         if part.block and run.checkpointing != "none":
             track.change(part.tape.start.term, -part.tape.start.size)
+        if i == len(sequence) - 1:
+            track.change(part.tape.end.term, -part.tape.end.size)  # the loss itself
         last = {unit.name for earlier in sequence[:i] for unit in earlier.units}
         for unit in part.units:
             if unit.name not in last:

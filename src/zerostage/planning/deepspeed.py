@@ -80,6 +80,8 @@ class DeepSpeed(Buffers):
     def sizes(self) -> dict[str, int]:
         found = super().sizes()
         n, offload = self.partition.optimizer, self.run.offload
+        if offload == "optimizer+weights" and self.stage < 3:  # weights are offloaded at stage 3 only
+            found["weights"] = sum(map(self.stored, self.units))
         if self.stage and not self.has_master:  # cloned, also in the weights' own dtype
             found["master"] = 0 if offload != "none" else self.trained * self.c // n
         if self.stage == 3:

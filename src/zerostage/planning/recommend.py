@@ -52,7 +52,7 @@ def recommend(
         answer.choices = choices(architecture, run, machine, best)
     if tokens and best.row.tokens_per_s_per_gpu:
         answer.gpu_hours = tokens / best.row.tokens_per_s_per_gpu / 3600
-        reasons.append(f"{tokens:,.0f} tokens take {answer.gpu_hours:,.0f} GPU-hours, {answer.gpu_hours / ranks:,.1f} hours by the clock")
+        answer.reasons.append(f"{tokens:,.0f} tokens take {answer.gpu_hours:,.0f} GPU-hours, {answer.gpu_hours / ranks:,.1f} hours by the clock")
     return answer
 
 
@@ -149,12 +149,12 @@ def _nothing_fits(
         if found.peak_allocated + least.row.bytes.context <= FILL * machine.card.usable_bytes:
             enough = found
     if enough:
-        reasons.append(f"stage 3 fits from about {_gpus(enough.ranks)} ({_gb(enough.peak_allocated)} a rank)")
+        answer.reasons.append(f"stage 3 fits from about {_gpus(enough.ranks)} ({_gb(enough.peak_allocated)} a rank)")
     else:
-        reasons.append("stage 3 fits at no number of ranks: what is not divided by them is too large already")
+        answer.reasons.append("stage 3 fits at no number of ranks: what is not divided by them is too large already")
     turned = [choice for choice in answer.choices if choice.fits]
     if turned:
-        reasons.append(f"{least.row.layout} on {_gpus(least.row.ranks)} fits with {turned[0].change} ({_gb(turned[0].peak_allocated)} a rank)")
+        answer.reasons.append(f"{least.row.layout} on {_gpus(least.row.ranks)} fits with {turned[0].change} ({_gb(turned[0].peak_allocated)} a rank)")
         return answer
     _other_layouts(answer, architecture, run, machine.with_ranks(least.row.ranks), [c for c in candidates if c.row.ranks == least.row.ranks])
     return answer
@@ -166,16 +166,22 @@ def choices(architecture: Architecture, run: Run, machine: Machine, best: Candid
         "full activation checkpointing": {"checkpointing": "full"},
         "selective activation checkpointing": {"checkpointing": "selective"},
         "no activation checkpointing": {"checkpointing": "none"},
-        "a chunked loss": {"loss": "chunked"},
+        "a chunked loss": {"loss": "chunked_head"},
         "micro-batches half as large, twice as many": {"micro_batch": run.micro_batch // 2, "accumulation": 2 * run.accumulation},
         "micro-batches twice as large, half as many": {"micro_batch": 2 * run.micro_batch, "accumulation": run.accumulation // 2},
         "FlashAttention": {"attention": "flash"},
     }
-    found = []
+    if run.micro_batch > 1:
+        one = {"micro_batch": 1, "accumulation": run.micro_batch * run.accumulation}
+        turned["micro-batches of 1"] = one
+        turned["micro-batches of 1 and full activation checkpointing"] = {**one, "checkpointing": "full"}
+    turned["full activation checkpointing and a chunked loss"] = {"checkpointing": "full", "loss": "chunked_head"}
+    found, seen = [], [run]
     for change, values in turned.items() if architecture.modelled else ():
         other = run.model_copy(update=values)
-        if other == run or not other.micro_batch or not other.accumulation:
+        if other in seen or not other.micro_batch or not other.accumulation:
             continue
+        seen.append(other)
         answer = row(architecture, other, best.partition, best.row.ranks, machine.with_ranks(best.row.ranks))[0]
         found.append(Choice(change=change, peak_allocated=answer.peak_allocated, fits=answer.fits, step_s=answer.step_s))
     return sorted(found, key=lambda c: (not c.fits, c.step_s if c.fits and c.step_s else c.peak_allocated))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-XX
+from deepspeed_bytes import CASES
 
 from zerostage.partition import Partition
 from zerostage.planning.architecture import Architecture, Block, Weight
@@ -15,6 +15,29 @@ from zerostage.planning.track import Track
 from zerostage.planning.walk import walk
 
 GiB = 2**30
+
+#: By case of `deepspeed_bytes.py`, which printed them: bytes per parameter at rest, and at most in forward, backward and step.
+MEASURED = [
+    (14.0, 14.518, 18.0, 20.0),
+    (8.0, 8.518, 60.512, 12.026),
+    (8.0, 8.518, 60.509, 12.026),
+    (58.536, 63.0, 62.642, 61.535),
+    (8.0, 8.67, 11.032, 12.026),
+    (8.0, 8.617, 9.666, 12.026),
+    (8.152, 9.283, 9.398, 11.152),
+    (12.0, 12.518, 16.0, 16.0),
+    (8.0, 8.518, 10.984, 10.424),
+    (9.152, 10.352, 10.587, 11.152),
+    (8.0, 10.67, 11.032, 12.026),
+    (8.0, 9.644, 10.666, 12.026),
+    (8.152, 9.326, 9.428, 11.152),
+    (8.0, 8.617, 9.818, 12.026),
+    (8.0, 8.664, 9.495, 12.026),
+    (8.152, 9.017, 9.115, 11.152),
+    (8.152, 12.207, 10.429, 11.152),
+    (8.152, 9.256, 9.395, 12.152),
+    (8.232, 9.319, 9.455, 9.284),
+]
 
 
 def llama(hidden: int, layers: int, heads: int, kv: int, ffn: int, vocab: int) -> Architecture:
@@ -33,9 +56,9 @@ def encoder(hidden: int, layers: int, heads: int, vocab: int, positions: int) ->
     """DeepSpeedExamples, training/bf16_master_weight/train.py."""
     h, f = hidden, 4 * hidden
     shapes = {
-        "in_proj.weight": (3 * h, h), "out_proj.weight": (h, h), "ff.0.weight": (f, h), "ff.2.weight": (h, f), "in_proj.bias": (3 * h,),
-        "out_proj.bias": (h,), "ff.0.bias": (f,), "ff.2.bias": (h,), "norm1.weight": (h,), "norm1.bias": (h,), "norm2.weight": (h,),
-        "norm2.bias": (h,),
+        "in_proj.weight": (3 * h, h), "out_proj.weight": (h, h), "ff.0.weight": (f, h), "ff.2.weight": (h, f),
+        "in_proj.bias": (3 * h,), "out_proj.bias": (h,), "ff.0.bias": (f,), "ff.2.bias": (h,),
+        "norm1.weight": (h,), "norm1.bias": (h,), "norm2.weight": (h,), "norm2.bias": (h,),
     }  # fmt: skip
     names = [f"layers.{i}" for i in range(layers)]
     blocks = tuple(Block(name, heads, heads, h // heads, f, gated=False, norm="layer", activation="gelu") for name in names)
@@ -45,19 +68,22 @@ def encoder(hidden: int, layers: int, heads: int, vocab: int, positions: int) ->
     return Architecture("encoder", "gpt2", h, vocab, blocks, (*before, *inside, *after))
 
 
-@pytest.mark.parametrize(("zero", "other", "measured"), MEASURED)
-def test_equals_what_deepspeed_held(zero: dict, other: dict, measured: dict) -> None:
+@pytest.mark.parametrize(("case", "measured"), list(zip(CASES, MEASURED, strict=True)))
+def test_equals_what_deepspeed_held(case: tuple[dict, dict], measured: tuple[float, float, float, float]) -> None:
+    zero, other = case
+    rest, forward, backward, step = measured
     model = llama(512, 6, 8, 4, 1408, 2048)
     options = {"checkpointing": "none", **other, **{key: value for key, value in zero.items() if key != "stage"}}
     track = walk(model, Run(sequence=64, engine="deepspeed", **options), Partition.from_stage(zero["stage"], 2), 2)
     count = model.parameters
-    assert track.total / count == pytest.approx(measured["rest"], rel=0.01)
-    peak = max(measured["forward"], measured["backward"], measured["step"])
-    assert track.peak / count == pytest.approx(peak, rel=0.05)
-    assert track.phases["step"] / count == pytest.approx(measured["step"], rel=0.05)
+    assert track.total / count == pytest.approx(rest, rel=0.01)
+    assert track.peak / count == pytest.approx(max(forward, backward, step), rel=0.03)
+    assert track.phases["forward"] / count == pytest.approx(forward, rel=0.05)
+    if not (zero["stage"] == 1 and other.get("gradients")):  # there gloo's all-gather has a buffer that is larger than the rest
+        assert track.phases["step"] / count == pytest.approx(step, rel=0.02)
     if zero["stage"] == 3 and "stage3_max_live_parameters" not in zero and other:
         return  # everything is gathered ahead at once; when it is let go of in backward is not followed
-    assert max(track.phases["loss"], track.phases["backward"]) / count == pytest.approx(measured["backward"], rel=0.05)
+    assert max(track.phases["loss"], track.phases["backward"]) / count == pytest.approx(backward, rel=0.05)
 
 
 @pytest.mark.parametrize(("master", "end", "peak"), [("fp32", 25.74, 31.38), ("bf16", 16.17, 18.93)])
@@ -77,7 +103,8 @@ def test_states_are_those_of_the_zero_paper(stage: int, ranks: int) -> None:
     model = Architecture("7.5B", "parameters", 0, 0, (), (Weight(("all",), (count,)),))
     sizes = DeepSpeed(model, Run(engine="deepspeed"), Partition.from_stage(stage, ranks), ranks, Track()).sizes()
     divided = {1: (1, 1), 2: (1, ranks), 3: (ranks, ranks)}[stage]
-    assert sum(sizes.values()) - sizes["buffers"] == pytest.approx(2 * count / divided[0] + 2 * count / divided[1] + 12 * count / ranks)
+    states = 2 * count / divided[0] + 2 * count / divided[1] + 12 * count / ranks
+    assert sum(sizes.values()) - sizes["buffers"] == pytest.approx(states)
 
 
 def test_buckets_are_as_large_as_asked_for_whatever_the_model() -> None:
@@ -87,6 +114,24 @@ def test_buckets_are_as_large_as_asked_for_whatever_the_model() -> None:
         for size in (10_000_000, None)
     )
     assert default.total - small.total == 2 * 490_000_000
+
+
+def test_overlapping_takes_a_second_bucket() -> None:
+    model = llama(512, 2, 8, 8, 1408, 2048)
+    one, two = (
+        walk(model, Run(engine="deepspeed", sequence=64, overlap_comm=overlap), Partition.from_stage(2, 2), 2)
+        for overlap in (False, True)
+    )
+    assert two.phases["backward"] - one.phases["backward"] == 2 * 500_000_000
+
+
+def test_stage_2_keeps_gradients_of_whole_weights() -> None:
+    """Each of 64 ranks keeps all weights that reach into its slice: here the whole embedding, of 23 slices, and more."""
+    model = llama(512, 1, 8, 8, 1408, 8192)
+    sizes = DeepSpeed(model, Run(engine="deepspeed"), Partition.from_stage(2, 64), 64, Track()).sizes()
+    assert 2 * 8192 * 512 <= sizes["gradients"] < 2 * (8192 * 512 + 2 * 512 * 1408)
+    fp32 = DeepSpeed(model, Run(engine="deepspeed", gradients="fp32"), Partition.from_stage(2, 64), 64, Track()).sizes()
+    assert fp32["gradients"] == 4 * model.parameters // 64
 
 
 def test_offloaded_states_leave_weights_and_buckets_on_the_card() -> None:
@@ -108,8 +153,7 @@ def test_megatron_bytes_per_parameter(gradients: str | None, whole: int, divided
         run = Run(engine="megatron", gradients=gradients, sequence=64)
         track = walk(model, run, Partition.from_stage(stage, ranks), ranks)
         d = ranks if stage else 1
-        loss = 4  # one fp32 number
-        assert track.total == model.parameters * whole + model.parameters * divided // d + loss
+        assert 0 <= track.total - (model.parameters * whole + model.parameters * divided // d) <= 4  # the loss, an fp32 number
     half = Megatron(model, Run(engine="megatron", tensor=2, gradients=gradients), Partition.from_stage(1, 8), 8, Track()).sizes()
     assert sum(half.values()) == pytest.approx(model.parameters / 2 * (whole + divided / 8))
 

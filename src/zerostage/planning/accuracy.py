@@ -12,6 +12,7 @@ from rich.table import Table
 from zerostage.mistakes import InputError
 from zerostage.partition import Partition
 from zerostage.planning import hardware
+from zerostage.planning.buffers import Buffers
 from zerostage.planning.cases import Case, read
 from zerostage.planning.duration import step
 from zerostage.planning.engines import BUFFERS
@@ -64,12 +65,11 @@ def _judge(case: Case) -> list[Verdict]:
             machine = None  # a card that is not in the table: memory only
     answer, track, _ = row(case.architecture, case.run, partition, case.ranks, machine, timed=False)
     buffers = BUFFERS[case.run.engine](case.architecture, case.run, partition, case.ranks, Track())
-    pending = buffers.pending_units * max((buffers.whole(u) for u in buffers.units if not u.resident), default=0)
     found = []
     figures = {case.kind: case.value, **case.also} if case.fitted else {}
     for kind, value in figures.items():
         if kind and value:
-            found.append(_verdict(case, kind, value, answer, pending))
+            found.append(_verdict(case, kind, value, answer, buffers))
     if not case.fitted and machine:
         usable = machine.card.usable_bytes
         found.append(Verdict(case, "out of memory", usable, answer.peak_allocated + answer.bytes.context, FILL * usable, float("inf")))
@@ -79,15 +79,16 @@ def _judge(case: Case) -> list[Verdict]:
     return found
 
 
-def _verdict(case: Case, kind: str, value: int, answer: Row, pending: int) -> Verdict:
+def _verdict(case: Case, kind: str, value: int, answer: Row, buffers: Buffers) -> Verdict:
     b = answer.bytes
     state = b.weights + b.master + b.exp_avg + b.exp_avg_sq + b.buffers
     if kind == "allocated":
         return Verdict(case, kind, value, answer.peak_allocated)
     if kind == "active":
+        pending = buffers.pending_units * max((buffers.whole(u) for u in buffers.units if not u.resident), default=0)
         return Verdict(case, kind, value, answer.peak_allocated + pending)
     if kind == "at rest":
-        return Verdict(case, kind, value, state + (b.gradients if BUFFERS[answer.engine].gradients_outlive_zero_grad else 0))
+        return Verdict(case, kind, value, state + (b.gradients if buffers.gradients_outlive_zero_grad else 0))
     if kind == "state":
         return Verdict(case, kind, value, state + b.gradients)
     high = answer.reserved_high + (b.context if kind == "device" else 0)

@@ -60,7 +60,8 @@ def plan(
     settings = _run(fields)
     architecture = models.resolve(model if model is not None or params else given.model, params=params, lora_rank=settings.lora_rank)
     assumed += architecture.assumed
-    settings = _defaults(settings, fields, architecture, assumed)
+    options = {name: value for name, value in given.options(architecture.hidden).items() if name in Run.model_fields and name not in fields}
+    settings = _defaults(_run({**fields, **options}), fields, architecture, assumed)
     if gpu or here:  # a configuration tells how many cards there are, not which
         nodes = given.nodes if nodes is None else nodes
         gpus_per_node = given.ranks // given.nodes if gpus_per_node is None and given.ranks and given.nodes else gpus_per_node

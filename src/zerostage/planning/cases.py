@@ -151,6 +151,10 @@ def _architecture(row: dict[str, Any]) -> Architecture:
         if count and abs(found.parameters - count) > 0.001 * count:
             raise InputError("the shape does not give the stated number of parameters")
         return found
+    count, h, layers = (row.get(key) for key in ("param_count", "hidden", "layers"))
+    if len(config) == 3 and count and row.get("heads"):  # a plain transformer: 12 h^2 a layer, the rest two tables
+        vocab = round((count - 12 * h * h * layers) / (2 * h))
+        return models.resolve({**config, "model_type": "llama", "intermediate_size": 8 * h // 3, "vocab_size": vocab})
     return models.resolve(re.sub(r"\s+(full finetune|pretrain).*", "", row["model"]))
 
 

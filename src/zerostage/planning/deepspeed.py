@@ -54,6 +54,7 @@ class DeepSpeed(Buffers):
         self.contiguous = run.contiguous_gradients is not False or run.offload != "none"
         self.buckets = 2 if run.overlap_comm and self.stage in (1, 2) else 1
         self.bucket = self.option("reduce_bucket_size")
+        self.gradients_outlive_zero_grad = self.stage == 3
         self.trained = sum(self.padded(unit, True) for unit in self.units)
         self.largest = max((self.elements(w) for w in self.architecture.weights if w.trainable), default=0)
         self.filled = self.tensors = self.sent = self.loose = self.micro_batch = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from zerostage.planning.architecture import Unit
 from zerostage.planning.buffers import Buffers, Zerostage
+from zerostage.planning.deepspeed import DeepSpeed
+from zerostage.planning.megatron import Megatron
 from zerostage.planning.run import ITEMSIZE
 
 MiB = 2**20
@@ -188,9 +190,17 @@ class FSDP1(Buffers):
 
 
 class DDP(Buffers):
-    """DistributedDataParallel: whole weights and gradients, and buckets of the gradients' size beside them (reducer.cpp)."""
+    """DistributedDataParallel: whole weights and gradients, and buckets of the gradients' size beside them (reducer.cpp).
 
-    stages = (0,)
+    Stage 1 is ZeroRedundancyOptimizer. Mixed precision is torch.autocast, which casts the weights of matrix products
+    once a forward (cached_cast in autocast_mode.cpp); autograd keeps the casts for backward, and checkpointing does not.
+    """
+
+    stages = (0, 1)
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.cast: dict[str, int] = {}  # bytes of the casts that are there, by unit
 
     def gradient_itemsize(self) -> int:
         return self.master
@@ -198,29 +208,37 @@ class DDP(Buffers):
     def sizes(self) -> dict[str, int]:
         found = super().sizes()
         if self.has_master:
-            found["weights"] = 0
+            whole = ITEMSIZE["fp32"] * sum(self.padded(unit, True) for unit in self.units)
+            found["weights"], found["master"] = 0, 0 if self.run.offload == "optimizer+weights" else whole
         return found
 
     def buffers(self) -> int:
         return sum(self.padded(unit, True) for unit in self.units) * self.g if self.ranks > 1 else 0
 
+    def need(self, unit: Unit, following: list[Unit]) -> None:
+        if self.run.autocast and unit.name not in self.cast:
+            table = self.architecture.weights[0]
+            used = [w for w in unit.weights if len(w.shape) > 1 and (w is not table or self.architecture.tied)]
+            self.cast[unit.name] = self.c * sum(w.numel for w in used)
+            self.track.change("gathered", self.cast[unit.name])
+
+    def end_forward(self) -> None:
+        if self.run.checkpointing != "none":
+            self._drop(*self.cast)
+
+    def _drop(self, *names: str) -> None:
+        for name in names:
+            self.track.change("gathered", -self.cast.pop(name, 0))
+
     def arrive(self, unit: Unit, elements: int) -> None:
-        self.track.change("gradients", elements * self.g)
+        if not self.run.bucket_view or self.ranks == 1:
+            self.track.change("gradients", elements * self.g)
 
+    def reduce(self, unit: Unit, following: list[Unit]) -> None:
+        self._drop(unit.name)
 
-class DeepSpeed(Buffers):
-    """DeepSpeed ZeRO."""
-
-    kernel = "fused"
-
-
-class Megatron(Buffers):
-    """Megatron-LM's distributed optimizer: stage 1 with fp32 gradients."""
-
-    kernel = "fused"
-
-    def gradient_itemsize(self) -> int:
-        return ITEMSIZE["fp32"]
+    def end_backward(self) -> None:
+        self._drop(*self.cast)
 
 
 BUFFERS = {

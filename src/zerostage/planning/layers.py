@@ -33,6 +33,8 @@ class Layers:
     def __init__(self, architecture: Architecture, run: Run) -> None:
         self.architecture, self.run = architecture, run
         self.c = ITEMSIZE[run.weights]
+        #: Bytes of an element between blocks and behind norms: torch.autocast computes only matrix products in 16 bits.
+        self.wide = 4 if run.autocast else self.c
         self.tokens = run.tokens
         self.between = -(-run.tokens // run.tensor)  # tokens of a tensor between blocks, under sequence parallelism
         self.hidden = architecture.hidden
@@ -59,6 +61,7 @@ class Layers:
         """y = x W: saves x for the weight's gradient (a frozen weight needs none). place: 'qkv', 'out' or 'mlp'."""
         rows, c = self.tokens, self.c
         weight = self._trains(inputs * outputs)
+        x = self._cast(tape, x, rows * inputs)
         policy = place not in self._biased and self._kept()
         y = tape.op("linear", [x], [c * rows * outputs], saves="in" if weight else "", kept_by_policy=policy, **weight)
         if rank := self.run.lora_rank:  # peft: y + B(A(x)) * scaling
@@ -70,15 +73,19 @@ class Layers:
             y = tape.op("add", [y, scaled], [c * rows * outputs], same_grad=True)
         return y
 
+    def _cast(self, tape: Tape, x: Tensor, elements: int) -> Tensor:
+        """What autocast gives to a matrix product: a 16-bit copy of an fp32 tensor, one for each product that it goes into."""
+        return tape.op("cast", [x], [self.c * elements], term=x.term) if x.size > self.c * elements else x
+
     def _norm(self, tape: Tape, x: Tensor, kind: str, width: int, rows: int) -> Tensor:
         """LayerNorm is one kernel that saves its input. RMSNorm in transformers and torchtitan is written out:
         x in fp32 (saved, a copy where x is 16-bit), times its rsqrt, back in x's dtype (saved), times the weight."""
-        size, c = rows * width, self.c
+        size, c, out = rows * width, x.size // (rows * width), self.wide
         small = self._trains(width)
         if kind == "layer":
-            return tape.op("layer_norm", [x], [c * size, 8 * rows], saves="in", **small)
+            return tape.op("layer_norm", [x], [out * size, 8 * rows], saves="in", **small)
         if self.run.fused_kernels:  # one generated kernel, which keeps x and a number per row
-            return tape.op("rms_norm", [x], [c * size, 4 * rows], saves="in", **small)
+            return tape.op("rms_norm", [x], [out * size, 4 * rows], saves="in", **small)
         wide = tape.op("to fp32", [x], [4 * size]) if c < 4 else x
         root = tape.op("rsqrt of mean", [wide], [4 * rows], saves="in", forward_temp=4 * size, backward_temp=12 * size)
         product = tape.op("normalize", [wide, root], [4 * size], saves="in", backward_temp=4 * size)
@@ -86,7 +93,7 @@ class Layers:
             product = tape.op("times weight", [product], [4 * size], saves="in", backward_temp=4 * size, **small)
             return tape.op("from fp32", [product], [c * size]) if c < 4 else product
         narrow = tape.op("from fp32", [product], [c * size]) if c < 4 else product
-        return tape.op("times weight", [narrow], [c * size], saves="in", backward_temp=c * size, **small)
+        return tape.op("times weight", [narrow], [out * size], saves="in", backward_temp=out * size, **small)
 
     def _attention(self, tape: Tape, x: Tensor, block: Block) -> Tensor:
         run, T, c, h, t = self.run, self.tokens, self.c, self.hidden, self.run.tensor
@@ -103,6 +110,7 @@ class Layers:
             k = self._norm(tape, k, "rms", block.head_dim, T * kv)
         if self.architecture.family not in NO_ROTARY:
             q, k = self._rotary(tape, q, T * A), self._rotary(tape, k, T * K)
+        q, k = self._cast(tape, q, T * A), self._cast(tape, k, T * K)
         repeated = kv != heads and (run.implementation == "torchtitan" or run.attention == "efficient")
         if repeated or (kv != heads and run.attention == "eager"):  # copies of keys and values for each head
             k, v = tape.op("repeat", [k], [c * T * A]), tape.op("repeat", [v], [c * T * A])
@@ -130,7 +138,7 @@ class Layers:
 
     def _rotary(self, tape: Tape, x: Tensor, size: int) -> Tensor:
         """x cos + rotate_half(x) sin: the products save only cos and sin, which need no gradient."""
-        c = self.c
+        c = self.wide
         if self.run.fused_kernels:
             return tape.op("rotary", [x], [c * size])
         if self.run.implementation == "torchtitan":  # as complex fp32 numbers
@@ -180,6 +188,9 @@ class Layers:
 
     def _gelu_new(self, tape: Tape, x: Tensor, size: int) -> Tensor:
         """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), an operation at a time."""
+        if self.wide > self.c:  # autocast has powers in fp32
+            size = self.wide * (x.size // self.c)
+            x = tape.op("to fp32", [x], [size])
         cube = tape.op("pow", [x], [size], saves="in", backward_temp=2 * size)
         inner = tape.op("add", [x, tape.op("times", [cube], [size])], [size], same_grad=True)
         tanh = tape.op("tanh", [tape.op("times", [inner], [size])], [size], saves="out")
@@ -224,7 +235,7 @@ class Layers:
 
     def _block(self, block: Block, trained: bool, biased: frozenset[str]) -> Tape:
         self.trained, self._biased, self._products = trained, biased, 0
-        rows, size = self.between, self.c * self.between * self.hidden
+        rows, size = self.between, self.wide * self.between * self.hidden
         x = Tensor(size)
         tape = Tape(x)
         a = self._attention(tape, self._norm(tape, x, block.norm, self.hidden, rows), block)
@@ -242,7 +253,7 @@ class Layers:
         self.trained = trained
         tape = Tape(None)
         elements = self.architecture.vocab * self.hidden // self.run.tensor
-        size, tables = self.c * self.between * self.hidden, Tensor(self._tables())
+        size, tables = self.wide * self.between * self.hidden, Tensor(self._tables())
         x = tape.op(
             "embedding", [Tensor(0, needs_grad=False)], [size, tables.size], needs_grad=True, saves=[tables], **self._trains(elements)
         )
@@ -259,7 +270,7 @@ class Layers:
         rotary = 2 * run.sequence * block.head_dim if block and self.architecture.family not in NO_ROTARY else 0
         windows = {block.window for block in self.architecture.blocks}
         mask = len(windows) * run.tokens * run.sequence if run.attention == "eager" and run.checkpointing != "none" else 0
-        return self.c * (rotary + mask)
+        return self.wide * (rotary + mask)
 
     def head(self, trained: bool) -> Tape:
         """Final norm, logits, and cross-entropy in fp32.
@@ -270,10 +281,10 @@ class Layers:
         """
         self.trained = trained
         run, c = self.run, self.c
-        x = Tensor(c * self.between * self.hidden)
+        x = Tensor(self.wide * self.between * self.hidden)
         tape = Tape(x)
         norm = self.architecture.blocks[-1].norm if self.architecture.blocks else "rms"
-        n = self._norm(tape, x, norm, self.hidden, self.between)
+        n = self._cast(tape, self._norm(tape, x, norm, self.hidden, self.between), self.between * self.hidden)
         size = -(-self.tokens // (run.chunks if run.loss == "chunked_head" else 1)) * self.architecture.vocab
         if run.implementation == "megatron":  # elsewhere the logits are put together before the loss
             size //= run.tensor

@@ -45,6 +45,20 @@ class Run(BaseModel):
     prefetch: int = Field(1, ge=0, description="units gathered ahead (zerostage)")
     keep_local: bool = Field(False, description="accumulate without communication (no_sync): reduce once a step")
     fp32_reduce: bool | None = Field(None, description="gradients travel as fp32; None: the engine's own")
+    reduce_bucket_size: int | None = Field(None, ge=1, description="elements of a gradient bucket (deepspeed); None: 5e8")
+    overlap_comm: bool | None = Field(None, description="a second bucket at stages 1 and 2 (deepspeed); None: no")
+    contiguous_gradients: bool | None = Field(None, description="gradients are copied into the bucket (deepspeed); None: yes")
+    sub_group_size: int | None = Field(None, ge=1, description="elements of a slice that one step updates at once (deepspeed 3); None: 1e9")
+    stage3_prefetch_bucket_size: int | None = Field(None, ge=0, description="elements gathered ahead at a time (deepspeed 3); None: 5e7")
+    stage3_max_live_parameters: int | None = Field(
+        None, ge=0, description="gathered elements beyond which nothing is gathered ahead (deepspeed 3); None: 1e9"
+    )
+    stage3_max_reuse_distance: int | None = Field(
+        None, ge=0, description="weights used again within so many elements stay gathered (deepspeed 3); None: 1e9"
+    )
+    stage3_param_persistence_threshold: int | None = Field(
+        None, ge=0, description="weights of at most so many elements are never divided (deepspeed 3); None: 1e5"
+    )
     lora_rank: int = Field(0, ge=0, description="rank of LoRA adapters on all linear layers of the blocks; the base is frozen; 0: none")
     implementation: Literal["transformers", "torchtitan", "megatron"] = Field(
         "transformers", description="whose modelling code runs: it decides which activations are saved"
@@ -52,8 +66,14 @@ class Run(BaseModel):
     fused_kernels: bool = Field(
         False, description="norms, rotary embedding and activation functions are one kernel each (torch.compile, Liger and the like)"
     )
+    bucket_view: bool = Field(False, description="gradient_as_bucket_view: gradients lie in DDP's buckets (ddp)")
     tensor: int = Field(1, ge=1, description="tensor-parallel degree (with sequence parallelism of the same degree)")
     pipeline: int = Field(1, ge=1, description="pipeline stages")
+
+    @property
+    def autocast(self) -> bool:
+        """Whether fp32 weights compute under torch.autocast: DDP's way to mixed precision."""
+        return self.engine == "ddp" and self.master == "fp32" and self.weights != "fp32"
 
     @property
     def tokens(self) -> int:

@@ -313,6 +313,8 @@ class Layers:
 
     def _loss(self, tape: Tape, logits: Tensor, size: int, chunk: int, saves: str) -> Tape:
         """A loss over chunks of tokens, each of which passes through fp32."""
-        made = [size] if saves == "out" else [4]
-        tape.op("chunked loss", [logits], made, saves=saves, term="logits", forward_temp=chunk, backward_temp=2 * chunk)
+        kept = [Tensor(size, "logits", False)] if saves == "out" else [logits]
+        tape.op("chunked loss", [logits], [4], saves=kept, term="logits", forward_temp=chunk, backward_temp=2 * chunk)
+        if saves == "out":
+            tape.ops[-1].outputs += kept
         return tape

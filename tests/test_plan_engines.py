@@ -12,18 +12,18 @@ import time
 from functools import partial
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-from bench.rank import Live, _allocations
 from torch.profiler import ProfilerActivity, profile
+
+from bench.rank import Live, _allocations
 from zerostage.partition import Partition
 from zerostage.planning.buffers import Buffers
 from zerostage.planning.models import resolve
 from zerostage.planning.run import Run
 from zerostage.planning.track import Track
 from zerostage.planning.walk import _backward, _forward, parts, walk
-
-import ranks
 
 ROWS, LENGTH = 2, 128
 SIZES = dict(
@@ -35,6 +35,10 @@ GPT2 = dict(
     vocab_size=1024, n_embd=256, n_layer=4, n_head=8, n_positions=512, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
     bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+CLASSIC = dict(
+    vocab_size=1024, hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1024,
+    max_position_embeddings=512, residual_dropout=0.0, embedding_dropout=0.0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 FAMILIES = {
     "llama": SIZES,
     "qwen2": SIZES,
@@ -43,6 +47,8 @@ FAMILIES = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "phi3": SIZES,
+    "starcoder2": CLASSIC,
+    "opt": dict(CLASSIC, ffn_dim=1024, dropout=0.0, word_embed_proj_dim=256),
     "mixtral": dict(SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": dict(SIZES, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256),
 }
@@ -76,7 +82,7 @@ def built(family, checkpointing="none", attention="sdpa", dtype=torch.float32, v
 
 
 def blocks(model):
-    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    return next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 4)
 
 
 def every_second_product():

@@ -110,8 +110,7 @@ def test_closed_form_is_the_module(toy):
     # and the same through the module: its config, as transformers writes it out, gives the same answer
     assert resolve(model).weights == architecture.weights
     assert resolve(model).blocks == architecture.blocks
-    if model_type != "deepseek_v3":
-        assert architecture.modelled
+    assert architecture.modelled == (model_type not in ("deepseek_v3", "falcon", "bloom"))
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen2.5-0.5b", "qwen3-30b-a3b", "gemma-3-270m", "falcon-40b", "deepseek-v3"])
@@ -159,7 +158,7 @@ PUBLISHED = {
 def test_published_totals(name):
     architecture = resolve(name)
     assert architecture.parameters == PUBLISHED[name]
-    assert architecture.assumed == ()
+    assert architecture.assumed == () or not architecture.modelled
 
 
 def test_names_are_unambiguous():

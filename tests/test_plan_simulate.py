@@ -120,6 +120,9 @@ KNOBS = {
     "chunked head": ("qwen3", 3, 2, dict(loss="chunked_head", chunks=4)),
     "node-local": ("llama", zerostage.Partition(4, 4, 2), 4, dict(checkpointing="full", optimizer="sgd")),
     "eager": ("llama", 3, 2, dict(attention="eager")),
+    # most of the peak is gathered weights, and gradients sent and received
+    "few tokens, stage 2": ("llama", 2, 4, dict(sequence=8)),
+    "few tokens, stage 3": ("gpt2", 3, 4, dict(sequence=8)),
 }
 
 
@@ -134,7 +137,7 @@ def test_so_it_is_with_the_other_knobs(knob: str) -> None:
 
 
 def at_most(term: str, **asked: Any) -> int:
-    return simulate(lambda: on_meta("llama"), Run(**{"checkpointing": "none"} | asked), 3, 8).track.highest[term]
+    return simulate(lambda: on_meta("llama"), Run(**{"checkpointing": "none"} | asked), 3, 2).track.highest[term]
 
 
 def test_only_eager_attention_stores_scores() -> None:
@@ -181,6 +184,7 @@ def test_the_account_by_lives_is_the_account_by_storages() -> None:
     (step,) = (moment for moment in found.track.moments if moment.phase == "step")
     assert {term: step.bytes[term] for term in found.at_rest} == found.at_rest
     assert sum(found.track.at_peak.values()) == found.track.peak
+    assert all(found.track.highest[term] >= size for term, size in found.track.at_peak.items())
     expected = {"forward model.layers.1", "loss", "backward model.layers.1", "step"}
     assert expected <= {moment.at for moment in found.track.moments}
     # the first step makes the optimizer's states at its end
@@ -253,12 +257,12 @@ def test_after_a_failure_all_is_as_it_was() -> None:
         assert torch.UntypedStorage.resize_ is resize
 
 
-def test_a_quarter_of_llama_70b_on_64_ranks_takes_seconds_and_no_memory() -> None:
-    config = dict(model_type="llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=20, num_attention_heads=64)
+def test_a_fifth_of_llama_70b_on_64_ranks_takes_seconds_and_no_memory() -> None:
+    config = dict(model_type="llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=16, num_attention_heads=64)
     config |= dict(num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False)
     found = simulate(builder(config), Run(sequence=4096), 3, 64)
     assert found.seconds < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4e9
-    parameters = 2 * 128256 * 8192 + 8192 + 20 * (2 * 8192 * 9216 + 3 * 8192 * 28672 + 2 * 8192)
+    parameters = 2 * 128256 * 8192 + 8192 + 16 * (2 * 8192 * 9216 + 3 * 8192 * 28672 + 2 * 8192)
     assert sum(found.at_rest.values()) - found.at_rest["buffers"] == pytest.approx(16 * parameters / 64, rel=1e-4)
     assert found.track.phases["backward"] == found.track.peak > 2 * found.track.phases["step"]

@@ -372,6 +372,15 @@ class World:
             self.controls.issue(what, (dist.all_reduce(values, dist.ReduceOp.MAX, self._votes, async_op=True),)).wait()
         return values
 
+    def vote(self, votes: Sequence[bool], what: str) -> list[bool]:
+        """For each of some questions, whether any rank says yes."""
+        if self.size == 1:
+            return list(votes)
+        if self.alone:  # without a tensor, whose values torch's FakeTensorMode would not have
+            self.meter.add("agreement", len(votes))
+            return list(votes)
+        return [bool(vote) for vote in self.maximum(torch.tensor(votes, dtype=torch.uint8), what).tolist()]
+
     def collect(self, value: float, what: str) -> list[float]:
         """Every rank's value (fp64), in rank order, the same list on all ranks."""
         if self.size == 1:
@@ -396,6 +405,8 @@ class World:
         if self.size == 1:
             return
         self.meter.add("broadcast", tensor.nbytes if self.rank == 0 else 0)
+        if self.alone:
+            return
         host = tensor.detach().cpu().contiguous()
         self.controls.issue(what, (dist.broadcast(_raw(host), group=self._data, group_src=0, async_op=True),)).wait()
         if host.data_ptr() != tensor.data_ptr():

@@ -253,7 +253,7 @@ class Driver:
         proposals = self.schedule.proposals()
         places = [(flat, index) for flat in self.flats for index in range(len(flat.parameters))]
         votes = [not finite, any(p is not None for p in proposals), *(index in flat.contributed for flat, index in places)]
-        votes = self.world.maximum(torch.tensor(votes, dtype=torch.uint8), "optimizer.step").tolist()
+        votes = self.world.vote(votes, "optimizer.step")
         if votes[1]:
             self.schedule.adopt(self.world.collect_objects(proposals, "the order of units"))
         self.optimizer.skipped = bool(votes[0])

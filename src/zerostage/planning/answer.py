@@ -73,30 +73,21 @@ def plan(
     counts, ranks_given = _counts(machine, nodes, ranks or given.ranks)
     candidates, tracks = [], {}
     engine = BUFFERS[settings.engine]
+    wanted = _wanted(stage, partition, counts[-1], settings.engine)
+    if simulate:
+        if machine is None and not ranks and not given.ranks or machine and not ranks_given:
+            raise InputError("a simulation is of one number of ranks: give --ranks N, or --gpu and --nodes")
+        counts = counts[-1:]
+    source_model = model if model is not None else given.model
     for n in counts:
         fleet = machine.with_ranks(n) if machine else None
-        for candidate in partitions(n, machine.gpus_per_node if machine else n):
-            if candidate.stage(n) not in engine.stages:
-                continue
-            simulated = _simulated(model, settings, candidate, n) if simulate else None
-            found, track, duration = row(architecture, settings, candidate, n, fleet, simulated=simulated)
-            candidates.append(Candidate(candidate, found, duration))
+        found = [p for p in partitions(n, machine.gpus_per_node if machine else n) if p.stage(n) in engine.stages]
+        for candidate in [*found, *([wanted] if wanted and n == counts[-1] and wanted not in found else [])]:
+            simulated = _simulated(source_model, settings, candidate, n) if simulate and wanted in (None, candidate) else None
+            answer, track, duration = row(architecture, settings, candidate, n, fleet, simulated=simulated)
+            candidates.append(Candidate(candidate, answer, duration))
             tracks[candidate, n] = track
-    asked = None
-    if stage is not None or partition is not None:
-        n = counts[-1]
-        try:
-            wanted = partition.check(n) if partition else Partition.from_stage(stage, n)
-        except ValueError as error:
-            raise InputError(str(error)) from None
-        one = next((c for c in candidates if c.partition == wanted and c.row.ranks == n), None)
-        if one is None:
-            if engine.stages and wanted.stage(n) not in engine.stages:
-                raise InputError(f"{settings.engine} has no stage {stage}: it is stage {' or '.join(map(str, sorted(filter(None.__ne__, engine.stages))))}")
-            found, track, duration = row(architecture, settings, wanted, n, machine.with_ranks(n) if machine else None)
-            one = Candidate(wanted, found, duration)
-            tracks[wanted, n] = track
-        asked = one
+    asked = next((c for c in candidates if c.partition == wanted and c.row.ranks == counts[-1]), None)
     recommendation = recommend(architecture, settings, machine, candidates, ranks_given, tokens) if machine and candidates else None
     for candidate in candidates[-1:]:
         assumed += candidate.duration.assumed if candidate.duration else ()
@@ -115,6 +106,21 @@ def plan(
         assumed=list(dict.fromkeys(assumed)),
         left_out=[*left_out, *_left_out(architecture, machine)],
     )
+
+
+def _wanted(stage: int | None, partition: Partition | None, ranks: int, engine: str) -> Partition | None:
+    """The partition that was asked for, on `ranks` ranks."""
+    if stage is None and partition is None:
+        return None
+    try:
+        found = partition.check(ranks) if partition else Partition.from_stage(stage, ranks)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    stages = BUFFERS[engine].stages
+    if found.stage(ranks) not in stages and ranks > 1:
+        known = " or ".join(str(one) for one in stages if one is not None)
+        raise InputError(f"{engine} has no {'hybrids' if partition else f'stage {stage}'}: it is stage {known}")
+    return found
 
 
 def _divided(given: Given) -> Partition | None:
@@ -199,6 +205,8 @@ def _counts(machine: Machine | None, nodes: int | None, ranks: int | list[int] |
 
 
 def _simulated(model: Any, run: Run, partition: Partition, ranks: int) -> Any:
+    if model is None:
+        raise InputError("a simulation needs a model, not just a number of parameters")
     from zerostage.planning import simulate
 
     return simulate.of(model, run, partition, ranks)

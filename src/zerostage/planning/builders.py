@@ -43,9 +43,8 @@ def builder(model: Any) -> Callable[[], nn.Module]:
         return partial(_from_function, text)
     if name := catalog.find(text):
         return partial(_from_config, catalog.CATALOG[name], f"the built-in config of {name}")
-    raise InputError(
-        f"'{text}' is no built-in model and no file{closest(text, catalog.CATALOG)}; to simulate a model of the hub give its config.json"
-    )
+    nearest = closest(text, catalog.CATALOG)
+    raise InputError(f"'{text}' is no built-in model and no file{nearest}; of a model of the hub give the config.json")
 
 
 def _without_values(model: nn.Module) -> nn.Module:

@@ -119,6 +119,7 @@ def _falcon(fields: Fields) -> Parts:
         model.blocks.append(_block(name, heads, kv_heads, head_dim, ffn, activation, norms=len(norms), dropout=dropout))
     model.norm("transformer.ln_f", hidden, True)
     model.head()
+    model.unmodelled = "Falcon's attention and biases"
     return model
 
 
@@ -171,6 +172,7 @@ def _bloom(fields: Fields) -> Parts:
         model.blocks.append(_block(name, heads, heads, head_dim, ffn, "gelu_new", dropout=dropout))
     model.norm("transformer.ln_f", hidden, True)
     model.head()
+    model.unmodelled = "ALiBi attention"
     return model
 
 

@@ -78,17 +78,21 @@ def _on_gpu(kernel: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.ops.zerostage.attention(query, key, value, kernel == "efficient")[0]
 
 
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, causal: bool, scale: Any, grouped: bool) -> Tensor:
+def _on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, causal: bool, scale: Any, grouped: bool
+) -> Tensor:
     """torch's own on a CPU: asked, on small real tensors, which kernel it would take."""
     with unset_fake_temporarily():
-        small = [torch.empty(1, t.shape[1], 2, t.shape[3], dtype=t.dtype, requires_grad=t.requires_grad) for t in (query, key, value)]
+        shapes = [(1, t.shape[1], 2, t.shape[3]) for t in (query, key, value)]
+        small = [torch.empty(shape, dtype=query.dtype, requires_grad=query.requires_grad) for shape in shapes]
         small_mask = None if mask is None else torch.ones(1, 1, 2, 2, dtype=mask.dtype)
         choice = torch._fused_sdp_choice(*small, small_mask, dropout, causal, scale=scale, enable_gqa=grouped)
     if choice != torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
         return _torchs(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
 
 
 @contextmanager
@@ -139,10 +143,11 @@ def use_attention(model: nn.Module, kernel: str) -> None:
     if kernel != "eager":
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
             return _on_gpu(kernel, query, key, value).transpose(1, 2), None
 
-        name = "zerostage_" + {"flash": "simulated", "efficient": "simulated_repeating"}[kernel]  # no "flash", by which it knows its own
+        # without the word "flash", by which transformers knows kernels of its own
+        name = "zerostage_" + {"flash": "simulated", "efficient": "simulated_repeating"}[kernel]
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
     try:

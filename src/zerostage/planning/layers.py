@@ -238,7 +238,12 @@ class Layers:
         rows, size = self.between, self.wide * self.between * self.hidden
         x = Tensor(size)
         tape = Tape(x)
-        a = self._attention(tape, self._norm(tape, x, block.norm, self.hidden, rows), block)
+        n = self._norm(tape, x, block.norm, self.hidden, rows)
+        a = self._attention(tape, n, block)
+        if block.norms == 1:  # attention and MLP side by side, of one norm
+            m = self._mlp(tape, n, block, block.ffn)
+            tape.op("add", [tape.op("add", [a, m], [size], same_grad=True), x], [size], same_grad=True)
+            return tape
         if block.norms == 4:
             a = self._norm(tape, a, block.norm, self.hidden, rows)
         y = tape.op("add", [x, a], [size], same_grad=True)

@@ -116,6 +116,7 @@ class Lives(TorchDispatchMode):
             else:
                 after = Track()
                 after.now.update(tracks[-1].now)
+                after.highest.update(tracks[-1].now)
                 after.total = tracks[-1].total
                 tracks.append(after)
         return tracks[1:]

@@ -16,8 +16,8 @@ from zerostage.planning.schema import Choice, Recommendation, Row
 
 #: No number of GPUs beyond this one is looked at.
 MOST_RANKS = 16384
-#: A later stage or a hybrid must save so much of the step's time to be preferred: estimates are no better than that.
-WORTH = 0.05
+#: Estimates of time err by so much: a stage that is faster by less is not faster.
+SURE = 0.25
 
 
 @dataclass
@@ -57,14 +57,8 @@ def recommend(
 
 
 def _best(fitting: list[Candidate]) -> Candidate:
-    """The earliest stage, unless a later one is faster by more than estimates err. A hybrid only where no stage fits."""
-    order = sorted(fitting, key=lambda c: (c.row.stage is None, sum(c.row.partition)))
-    best = order[0]
-    for other in order[1:]:
-        seconds = other.row.step_s, best.row.step_s
-        if other.row.stage is not None and None not in seconds and seconds[0] < (1 - WORTH) * seconds[1]:
-            best = other
-    return best
+    """The earliest stage, which sends least; a hybrid only where no stage fits."""
+    return min(fitting, key=lambda c: (c.row.stage is None, c.row.stage or 0, sum(c.row.partition)))
 
 
 def _answer(best: Candidate, machine: Machine, reasons: list[str]) -> Recommendation:
@@ -107,9 +101,11 @@ def _why(architecture: Architecture, here: list[Candidate], best: Candidate, mac
     for c in later:
         more = c.row.sent_bytes_per_step - best.row.sent_bytes_per_step
         if more > 0 and best.row.stage < 3:
+            faster = None not in (c.row.step_s, best.row.step_s) and c.row.step_s < (1 - SURE) * best.row.step_s
             found.append(
                 f"{c.row.layout} is not needed: it would send {_gb(more)} more a rank and step "
                 f"({c.row.sent_bytes_per_step / max(1, best.row.sent_bytes_per_step):.1f} times as much) for memory that is there"
+                + (f"; but it may be faster, an estimated {c.row.step_s:.2f} s a step" if faster else "")
             )
     if best.row.step_s:
         found.append(

@@ -68,7 +68,8 @@ def use_chunked_loss(model: nn.Module, chunks: int, head_too: bool) -> None:
     """Have a transformers causal LM compute its loss, in fp32, for one of `chunks` parts of its tokens at a time.
 
     head_too: the logits, too, only of a part at a time, made again in backward. Otherwise those of all tokens are there, in
-    the weights' dtype. Its forward then takes input_ids and labels and returns the loss alone. Raises InputError for other models.
+    the weights' dtype. Its forward then takes input_ids and labels and returns the loss alone. Raises InputError for other
+    models.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     body = getattr(model, "base_model", model)
@@ -76,7 +77,7 @@ def use_chunked_loss(model: nn.Module, chunks: int, head_too: bool) -> None:
         raise InputError(f"a chunked loss needs a transformers causal LM; {type(model).__name__} is none: use loss whole")
     config = model.config.get_text_config()
     if scales := [name for name in _SCALES if getattr(config, name, 1) not in (None, 1, 1.0)]:
-        raise InputError(f"a chunked loss is not simulated for a model that scales its logits ({scales[0]}): use loss whole")
+        raise InputError(f"a chunked loss is not simulated for a model with scaled logits ({scales[0]}): use loss whole")
     cap = getattr(config, "final_logit_softcapping", None)
 
     def logits_of(hidden: Tensor) -> Tensor:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.table import Table
 
 from zerostage.planning.schema import Plan, Row
 
-TERMS = {
-    "weights": "weights", "gradients": "gradi-\nents", "master": "master", "exp_avg": "exp_\navg", "exp_avg_sq": "exp_\navg_sq",
-    "buffers": "buf-\nfers", "gathered": "gath-\nered", "reduce": "reduce", "activations": "activa-\ntions", "logits": "logits",
-    "optimizer_temporaries": "step\ntemps",
-}  # fmt: skip
 _STATE = ("weights", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers")
+_PASSING = ("gathered", "reduce", "activations", "logits", "optimizer_temporaries")
+_PHASES = ("forward", "loss", "backward", "step")
 
 
 def show(console: Console, plan: Plan) -> None:
@@ -34,10 +31,7 @@ def show(console: Console, plan: Plan) -> None:
     if plan.asked and plan.asked not in rows:
         rows.append(plan.asked)
     if known:
-        console.print(_terms(rows, ranks, unit, size))
-        console.print(_totals(rows, ranks, unit, size, plan))
-    if any(row.step_s is not None for row in rows):
-        console.print(_times(rows, ranks))
+        console.print(_whole(rows, ranks, unit, size, plan))
     _choices(console, plan)
     for title, lines in (("Assumed", plan.assumed), ("Left out", plan.left_out)):
         if lines:
@@ -113,46 +107,39 @@ def _kind(row: Row) -> str:
     return "weights\nin a node" if row.partition[0] != row.partition[2] else "hybrid"
 
 
-def _named(rows: Iterable[Row]) -> list[Row]:
-    return list({row.layout: row for row in rows}.values())
+def _whole(rows: list[Row], ranks: int, unit: str, size: float, plan: Plan) -> Table:
+    """Everything about one number of ranks, a column for each stage or hybrid.
 
+    Terms are each at their most; their sum is more than the peak, since no moment has all of them.
+    """
+    rows = list({row.layout: row for row in rows}.values())
+    table = Table(title=f"On {ranks} ranks, {unit} per rank; GiB = 2^30 bytes", title_justify="left")
+    table.add_column("", justify="left", no_wrap=True)
+    for row in rows:
+        table.add_column(_kind(row), justify="right")
 
-def _terms(rows: list[Row], ranks: int, unit: str, size: float) -> Table:
-    """By term: at rest the first ones, at most the others; their sum is more than the peak, which none reaches at one time."""
-    terms = [term for term in TERMS if any(getattr(row.bytes, term) for row in rows)]
-    table = Table(title=f"{unit} by term on {ranks} ranks, each at its most", title_justify="left")
-    table.add_column("", justify="left")
-    for term in terms:
-        table.add_column(TERMS[term], justify="right")
-    for row in _named(rows):
-        table.add_row(row.layout, *(_number(getattr(row.bytes, term), size) for term in terms))
-    return table
+    def line(name: str, cell: Callable[[Row], str], last: bool = False) -> None:
+        table.add_row(name, *(cell(row) for row in rows), end_section=last)
 
-
-def _totals(rows: list[Row], ranks: int, unit: str, size: float, plan: Plan) -> Table:
-    table = Table(title=f"In all on {ranks} ranks: {unit} allocated, GiB (2^30 bytes) reserved and shown by nvidia-smi", title_justify="left")
-    phases = ("forward", "loss", "backward", "step")
-    headings = ["", *phases, "first\nstep", f"peak\n{unit}", "reserved\nGiB", "nvidia-smi\nGiB", *(["left\n" + unit, ""] if plan.machine else [])]
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left")
-    for row in _named(rows):
-        cells = [row.layout, *(_number(row.phases.get(phase, 0), size) for phase in phases), _number(row.first_step, size)]
-        cells += [_number(row.peak_allocated, size), f"{row.reserved_low / 2**30:,.1f} to {row.reserved_high / 2**30:,.1f}"]
-        cells += [f"to {row.device_used / 2**30:,.1f}"]
-        if plan.machine:
-            cells += [_number(row.left, size), "fits" if row.fits else "does not fit"]
-        table.add_row(*cells)
-    return table
-
-
-def _times(rows: list[Row], ranks: int) -> Table:
-    table = Table(title=f"Time of a step on {ranks} ranks", title_justify="left")
-    for i, heading in enumerate(("", "compute s", "communication s", "exposed s", "step s", "tokens/s/GPU", "MFU")):
-        table.add_column(heading, justify="right" if i else "left")
-    for row in _named(rows):
-        if row.step_s is not None:
-            seconds = (row.compute_s, row.communication_s, row.exposed_s, row.step_s)
-            table.add_row(row.layout, *(f"{s:,.2f}" for s in seconds), f"{row.tokens_per_s_per_gpu:,.0f}", f"{100 * row.mfu:.0f}%")
+    for group in (_STATE, _PASSING):
+        shown = [term for term in group if any(getattr(row.bytes, term) for row in rows)]
+        for term in shown:
+            line(term.replace("optimizer_", "step "), lambda row: _number(getattr(row.bytes, term), size), term == shown[-1])
+    for phase in _PHASES:
+        line(f"{phase}, at most", lambda row: _number(row.phases.get(phase, 0), size))
+    line("first step", lambda row: _number(row.first_step, size), True)
+    line("peak allocated", lambda row: _number(row.peak_allocated, size))
+    line("reserved GiB, from", lambda row: f"{row.reserved_low / 2**30:,.1f}")
+    line("to", lambda row: f"{row.reserved_high / 2**30:,.1f}")
+    line("nvidia-smi GiB, to", lambda row: f"{row.device_used / 2**30:,.1f}", not plan.machine)
+    if plan.machine:
+        line("left", lambda row: _number(row.left, size))
+        line("fits", lambda row: "yes" if row.fits else "no", True)
+    if any(row.step_s is not None for row in rows):
+        for name, field in (("compute, s", "compute_s"), ("communication, s", "communication_s"), ("exposed, s", "exposed_s"), ("step, s", "step_s")):
+            line(name, lambda row: "" if row.step_s is None else f"{getattr(row, field):,.2f}")
+        line("tokens/s/GPU", lambda row: "" if row.step_s is None else f"{row.tokens_per_s_per_gpu:,.0f}")
+        line("MFU", lambda row: "" if row.step_s is None else f"{100 * row.mfu:.0f}%")
     return table
 
 

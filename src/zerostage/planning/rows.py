@@ -59,8 +59,9 @@ def row(
     context = machine.card.context_bytes if machine else 0
     usable = machine.card.usable_bytes if machine else None
     # The caching allocator takes from the driver at least the peak, where every freed block is used again at once, and at
-    # most what each term needs at most, where none is ever used for another.
-    low, high = track.peak, sum(track.highest.values())
+    # most what each term needs at most, where none is ever used for another (and what another stream may still use).
+    pending = buffers.pending_units * max((buffers.whole(unit) for unit in buffers.units if not unit.resident), default=0)
+    low, high = track.peak, sum(track.highest.values()) + pending
     used = high + context if usable is None else min(high + context, usable)
     terms = {name: rest.get(name, 0) for name in ("weights", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers")}
     most = {name: track.highest.get(name, 0) for name in ("gathered", "reduce", "activations", "logits", "optimizer_temporaries")}

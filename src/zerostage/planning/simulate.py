@@ -156,7 +156,7 @@ def _check(run: Run, device: str) -> None:
     }
     for what, wanted in refused.items():
         if wanted:
-            raise InputError(f"the simulation does not have {what}: it runs zerostage's own engine; use the closed form for others")
+            raise InputError(f"the simulation does not have {what}: it runs zerostage's own engine; use the closed form instead")
 
 
 @contextmanager

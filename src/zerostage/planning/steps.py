@@ -90,7 +90,8 @@ class Steps:
         output = self.model(**batch)
         loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss.dim():
-            raise InputError(f"the model must return its loss for a batch of {', '.join(batch)}; it returned {type(output).__name__}")
+            given, got = ", ".join(batch), type(output).__name__
+            raise InputError(f"the model must return its loss, or something that has a loss, for a batch of {given}, not a {got}")
         del output  # and the logits with it, as in `loss = model(**batch).loss`
         if self.run.accumulation > 1:
             loss = loss / self.run.accumulation

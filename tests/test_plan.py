@@ -11,13 +11,13 @@ import pytest
 import zerostage
 from zerostage.mistakes import InputError
 from zerostage.partition import Partition
-from zerostage.planning import models
-from zerostage.planning.engines import BUFFERS
+from zerostage.planning.memory.engines import BUFFERS
+from zerostage.planning.memory.tape import Event, Tape, Tensor
+from zerostage.planning.memory.track import Track
+from zerostage.planning.memory.walk import walk
+from zerostage.planning.model import resolve as models
 from zerostage.planning.run import Run
 from zerostage.planning.schema import Bytes, Plan, Recommendation, Row
-from zerostage.planning.tape import Event, Tape, Tensor
-from zerostage.planning.track import Track
-from zerostage.planning.walk import walk
 
 GIB = 2**30
 
@@ -75,7 +75,7 @@ def test_R3_what_is_left_out_is_said_and_units_are_not_mixed() -> None:
     size = 18 * 6805e6 / 4 + 4 * 131e6
     assert round(size / GIB, 2) == 29.01 and round(size / 1e9, 2) == 31.15
     shown = " ".join(command("llama-3.2-1b", "--ranks", "4").stdout.split())
-    assert "GB = 1e9 bytes" in shown and "GiB (2^30 bytes)" in shown
+    assert "GB = 1e9 bytes" in shown and "GiB = 2^30 bytes" in shown
     known = zerostage.plan("llama-3.2-1b", ranks=4)
     assert all(getattr(row(known, 3, 4).bytes, term) > 0 for term in ("activations", "logits", "gathered", "reduce"))
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from zerostage.mistakes import InputError
-from zerostage.planning import calibrate
-from zerostage.planning.here import card_name, here
+from zerostage.planning.inputs import calibrate
+from zerostage.planning.inputs.here import card_name, here
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
-SCRIPT = "import sys; from zerostage.planning.calibrate import command; sys.exit(command({ranks}, 'cpu', {out!r}, {seconds}))"
+SCRIPT = "import sys; from zerostage.planning.inputs.calibrate import command; sys.exit(command({ranks}, 'cpu', {out!r}, {seconds}))"
 
 
 def start(out, ranks=2, seconds=3.0):
@@ -232,7 +232,7 @@ def test_names_of_cards(nvml, name):
 
 
 def test_cards_are_found_under_these_names():
-    from zerostage.planning.hardware import card
+    from zerostage.planning.timing.hardware import card
 
     for name in (
         "h100",
@@ -255,7 +255,7 @@ def test_cards_are_found_under_these_names():
 
 
 def test_the_planner_reads_the_file(measured, tmp_path):
-    from zerostage.planning.hardware import Machine
+    from zerostage.planning.timing.hardware import Machine
 
     found, _ = measured
     (tmp_path / "c.json").write_text(json.dumps(found))

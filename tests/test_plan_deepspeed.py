@@ -6,13 +6,13 @@ import pytest
 from deepspeed_bytes import CASES
 
 from zerostage.partition import Partition
-from zerostage.planning.architecture import Architecture, Block, Weight
-from zerostage.planning.deepspeed import DeepSpeed
-from zerostage.planning.layers import Layers
-from zerostage.planning.megatron import Megatron
+from zerostage.planning.memory.deepspeed import DeepSpeed
+from zerostage.planning.memory.layers import Layers
+from zerostage.planning.memory.megatron import Megatron
+from zerostage.planning.memory.track import Track
+from zerostage.planning.memory.walk import walk
+from zerostage.planning.model.architecture import Architecture, Block, Weight
 from zerostage.planning.run import Run
-from zerostage.planning.track import Track
-from zerostage.planning.walk import walk
 
 GiB = 2**30
 

@@ -19,11 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.rank import Live, _allocations
 from zerostage.partition import Partition
-from zerostage.planning.buffers import Buffers
-from zerostage.planning.models import resolve
+from zerostage.planning.memory.buffers import Buffers
+from zerostage.planning.memory.track import Track
+from zerostage.planning.memory.walk import _backward, _forward, parts, walk
+from zerostage.planning.model.resolve import resolve
 from zerostage.planning.run import Run
-from zerostage.planning.track import Track
-from zerostage.planning.walk import _backward, _forward, parts, walk
 
 ROWS, LENGTH = 2, 128
 SIZES = dict(

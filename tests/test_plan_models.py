@@ -14,9 +14,9 @@ from torch import nn
 
 from zerostage.division import divide
 from zerostage.mistakes import InputError
-from zerostage.planning.catalog import CATALOG, find
-from zerostage.planning.classics import FAMILIES
-from zerostage.planning.models import resolve
+from zerostage.planning.model.catalog import CATALOG, find
+from zerostage.planning.model.classics import FAMILIES
+from zerostage.planning.model.resolve import resolve
 
 SMALL = dict(
     vocab_size=97,
@@ -284,7 +284,7 @@ def test_config_folder_needs_no_torch(tmp_path):  # R11
     (tmp_path / "config.json").write_text(json.dumps({**CATALOG["llama-3.1-70b"], "architectures": ["LlamaForCausalLM"]}))
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'numpy')))\n"
-        "from zerostage.planning.models import resolve\n"
+        "from zerostage.planning.model.resolve import resolve\n"
         "from zerostage.mistakes import InputError\n"
         f"a = resolve({str(tmp_path)!r})\n"
         "print(a.parameters, len(a.units), a.units[0].numel, a.modelled, a.assumed)\n"

@@ -12,7 +12,7 @@ from made_plan import NAME, PARAMETERS, USABLE, made_plan, made_row
 
 from zerostage.mistakes import InputError
 from zerostage.partition import STAGES
-from zerostage.planning import charts, page, palette, step_charts
+from zerostage.planning.page import charts, page, palette, step_charts
 from zerostage.planning.schema import Bytes, Plan, Recommendation, Span
 
 
@@ -190,6 +190,6 @@ def test_file_that_cannot_be_written(tmp_path):
 
 def test_without_plotly(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    monkeypatch.delitem(sys.modules, "zerostage.planning.charts")
+    monkeypatch.delitem(sys.modules, "zerostage.planning.page.charts")
     with pytest.raises(InputError, match=r"^the page needs plotly, which is not installed: pip install 'zerostage\[plan\]'$"):
-        importlib.import_module("zerostage.planning.charts")
+        importlib.import_module("zerostage.planning.page.charts")

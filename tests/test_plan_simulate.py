@@ -17,11 +17,11 @@ from torch import nn
 import zerostage
 from zerostage import collectives
 from zerostage.mistakes import InputError
-from zerostage.planning.builders import builder
-from zerostage.planning.recompute import use_checkpointing, use_chunked_loss
 from zerostage.planning.run import Run
-from zerostage.planning.simulate import Simulation, of, simulate
-from zerostage.planning.steps import TERMS
+from zerostage.planning.simulation.builders import builder
+from zerostage.planning.simulation.recompute import use_checkpointing, use_chunked_loss
+from zerostage.planning.simulation.simulate import Simulation, of, simulate
+from zerostage.planning.simulation.steps import TERMS
 
 VOCABULARY = 2048
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from zerostage.mistakes import InputError
-from zerostage.planning import sources
+from zerostage.planning.inputs import sources
 from zerostage.planning.run import Run
 
 ZERO3 = """{
@@ -544,7 +544,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_no_torch_is_needed(tmp_path):
     (tmp_path / "c.yaml").write_text(FSDP1)
-    script = "import sys; from zerostage.planning.sources import read; read(sys.argv[1]); sys.exit('torch' in sys.modules)"
+    script = "import sys; from zerostage.planning.inputs.sources import read; read(sys.argv[1]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path / "c.yaml")]).returncode == 0
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from zerostage.mistakes import InputError
 from zerostage.partition import Partition
-from zerostage.planning.architecture import Architecture, Block, Unit, Weight
-from zerostage.planning.duration import step
-from zerostage.planning.hardware import CARDS, Machine, card, machine
-from zerostage.planning.layout3d import layouts, reversal, timed
-from zerostage.planning.network import collective_s, parse
+from zerostage.planning.model.architecture import Architecture, Block, Unit, Weight
 from zerostage.planning.run import Run
-from zerostage.planning.work import flops_per_token, product_parameters
+from zerostage.planning.timing.duration import step
+from zerostage.planning.timing.hardware import CARDS, Machine, card, machine
+from zerostage.planning.timing.layout3d import layouts, reversal, timed
+from zerostage.planning.timing.network import collective_s, parse
+from zerostage.planning.timing.work import flops_per_token, product_parameters
 
 MiB = 2**20
 

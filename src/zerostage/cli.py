@@ -96,7 +96,7 @@ def calibrate(ranks: int | None, device: str | None, out: str, seconds: float) -
 
     Starts its own ranks on this machine; under torchrun or Slurm it joins the job that is there.
     """
-    from zerostage.planning import calibrate as calibration
+    from zerostage.planning.inputs import calibrate as calibration
 
     sys.exit(calibration.command(ranks, device, out, seconds))
 

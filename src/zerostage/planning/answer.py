@@ -10,16 +10,17 @@ from pydantic import ValidationError
 
 from zerostage.mistakes import InputError, closest
 from zerostage.partition import Partition
-from zerostage.planning import hardware, models
-from zerostage.planning.architecture import Architecture
-from zerostage.planning.engines import BUFFERS
-from zerostage.planning.hardware import Machine
-from zerostage.planning.network import parse as network_of
+from zerostage.planning.inputs.sources import Given, read
+from zerostage.planning.memory.engines import BUFFERS
+from zerostage.planning.model import resolve as models
+from zerostage.planning.model.architecture import Architecture
 from zerostage.planning.recommend import Candidate, recommend
 from zerostage.planning.rows import FILL, partitions, row
 from zerostage.planning.run import Run
 from zerostage.planning.schema import Plan, Row
-from zerostage.planning.sources import Given, read
+from zerostage.planning.timing import hardware
+from zerostage.planning.timing.hardware import Machine
+from zerostage.planning.timing.network import parse as network_of
 
 DEFAULT_RANKS = (8, 16, 32, 64)
 #: Where the number of nodes is open: no plan looks further.
@@ -168,7 +169,7 @@ def _machine(
     if calibration:
         return Machine.from_calibration(calibration, nodes, network)
     if here:
-        from zerostage.planning.here import here as cards
+        from zerostage.planning.inputs.here import here as cards
 
         found = cards()
         built = hardware.machine(found["name"], nodes or 1, gpus_per_node or found["gpus_per_node"], network, assumed)
@@ -207,7 +208,7 @@ def _counts(machine: Machine | None, nodes: int | None, ranks: int | list[int] |
 def _simulated(model: Any, run: Run, partition: Partition, ranks: int) -> Any:
     if model is None:
         raise InputError("a simulation needs a model, not just a number of parameters")
-    from zerostage.planning import simulate
+    from zerostage.planning.simulation import simulate
 
     return simulate.of(model, run, partition, ranks)
 

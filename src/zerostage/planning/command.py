@@ -64,7 +64,7 @@ def plan(model: str | None, params: str | None, ranks: str | None, tokens: str |
 
     console = Console(highlight=False)
     if accuracy:
-        from zerostage.planning import accuracy as published
+        from zerostage.planning.published import accuracy as published
 
         published.show(console, *([model] if model else []))
         return
@@ -80,7 +80,7 @@ def plan(model: str | None, params: str | None, ranks: str | None, tokens: str |
         **{name: value for name, value in asked.items() if value is not None},
     )
     if html:
-        from zerostage.planning import page
+        from zerostage.planning.page import page
 
         page.write(Path(html), found)
         click.echo(f"wrote {html}", err=True)

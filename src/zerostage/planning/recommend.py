@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zerostage.partition import GRADIENTS, OPTIMIZER, WEIGHTS, Partition
-from zerostage.planning import layout3d
-from zerostage.planning.architecture import Architecture
-from zerostage.planning.duration import Duration
-from zerostage.planning.hardware import Machine
+from zerostage.planning.model.architecture import Architecture
 from zerostage.planning.rows import FILL, row
 from zerostage.planning.run import Run
 from zerostage.planning.schema import Choice, Recommendation, Row
+from zerostage.planning.timing import layout3d
+from zerostage.planning.timing.duration import Duration
+from zerostage.planning.timing.hardware import Machine
 
 #: No number of GPUs beyond this one is looked at.
 MOST_RANKS = 16384

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from zerostage.partition import STAGES, Partition
-from zerostage.planning.architecture import Architecture
-from zerostage.planning.duration import Duration, step
-from zerostage.planning.engines import BUFFERS
-from zerostage.planning.hardware import Machine
+from zerostage.planning.memory.engines import BUFFERS
+from zerostage.planning.memory.track import Track
+from zerostage.planning.memory.walk import walk
+from zerostage.planning.model.architecture import Architecture
 from zerostage.planning.run import Run
 from zerostage.planning.schema import Bytes, Row
-from zerostage.planning.track import Track
-from zerostage.planning.walk import walk
+from zerostage.planning.timing.duration import Duration, step
+from zerostage.planning.timing.hardware import Machine
 
 #: How much of the card a plan fills. torch's allocator cannot use all of it: blocks that were cut for one size stay where
 #: they are while a neighbour lives, and it takes memory from the driver in pieces of 2 MiB to 20 MiB and more.

@@ -1,0 +1,1 @@
+"""Memory in closed form: the operations of a step, and what an engine holds around them."""

@@ -1,0 +1,1 @@
+"""Memory by simulation: the engine itself on fake tensors."""

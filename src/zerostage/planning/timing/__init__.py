@@ -1,0 +1,1 @@
+"""Time: cards, networks, and a step laid on two streams."""

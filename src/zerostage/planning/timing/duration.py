@@ -1,0 +1,252 @@
+"""How long a step takes: computation and communication laid on two streams as the engine issues them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zerostage.mistakes import InputError
+from zerostage.partition import Partition
+from zerostage.planning.model.architecture import Architecture, Unit, Weight
+from zerostage.planning.run import ITEMSIZE, Run
+from zerostage.planning.schema import Span
+from zerostage.planning.timing.habits import Times, Traffic
+from zerostage.planning.timing.hardware import Machine
+from zerostage.planning.timing.work import Seconds, Worker, flops_per_token
+
+#: Of a card's compute, what NCCL's kernels take while they run: 15% within a node (up to 24 of 108 processors, and memory
+#: bandwidth), 2% across nodes, where few channels suffice (Calculon's description of an A100, `processor_usage`).
+TAKEN_WITHIN, TAKEN_ACROSS = 0.15, 0.02
+#: Offloaded updates: PCIe 4 x16 as it is reached, and the memory of a host that CPU Adam streams through (28 bytes a
+#: parameter; ZeRO-Offload, Ren et al. 2021, section 5).
+PCIE, HOST_MEMORY = 20e9, 100e9
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of one step of one rank; rates are per rank (GPU)."""
+
+    step_s: float
+    compute_s: float  # forward, backward and update with nothing to wait for
+    forward_s: float
+    backward_s: float
+    update_s: float
+    communication_s: float  # all collectives, one after the other
+    exposed_s: float  # step_s - compute_s
+    tokens_per_s_per_gpu: float
+    mfu: float
+    model_flops: float  # of one rank's tokens
+    sent_bytes: int
+    units: tuple[tuple[str, float, float], ...]  # name, forward and backward seconds of a micro-batch
+    spans: tuple[Span, ...]  # of the last micro-batch and the update
+    assumed: tuple[str, ...] = field(default=())
+
+    @property
+    def unhidden_s(self) -> float:
+        """The step if nothing were hidden."""
+        return self.compute_s + self.communication_s
+
+
+@dataclass(frozen=True)
+class _Task:
+    name: str
+    compute: Seconds
+    times: Times
+    resident: bool
+    parameters: int
+    trainable: int
+
+
+class _Streams:
+    """Two streams and what waits for what."""
+
+    def __init__(self, start: float) -> None:
+        self.compute = self.link = start
+        self.spans: list[Span] = []
+        self.busy = 0.0  # of the link
+
+    def send(self, name: str, seconds: float, earliest: float) -> float:
+        """Issue a transfer; returns its end."""
+        if seconds <= 0:
+            return earliest
+        begin = max(self.link, earliest)
+        self.link = begin + seconds
+        self.busy += seconds
+        self.spans.append(Span(stream="communication", name=name, start_s=begin, end_s=self.link))
+        return self.link
+
+    def work(self, name: str, seconds: float, earliest: float = 0.0) -> float:
+        begin = max(self.compute, earliest)
+        self.compute = begin + seconds
+        if seconds > 0:
+            self.spans.append(Span(stream="compute", name=name, start_s=begin, end_s=self.compute))
+        return self.compute
+
+
+def step(
+    architecture: Architecture, run: Run, machine: Machine, partition: Partition, ranks: int, units: Sequence[Unit] | None = None
+) -> Duration:
+    """The time of one optimizer step of `ranks` ranks under `partition`.
+
+    `units`: other than the architecture's. Raises InputError for tensor or pipeline parallelism (see `layout3d`), for ranks
+    that the partition does not divide, and for a dtype that the card lacks.
+    """
+    if run.tensor > 1 or run.pipeline > 1:
+        raise InputError("tensor or pipeline parallelism is timed by layout3d.timed, not by duration.step")
+    machine.check(run.weights)
+    try:
+        partition.check(ranks)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if ranks > machine.gpus_per_node and machine.network is None:
+        raise InputError(
+            f"{ranks} ranks need {math.ceil(ranks / machine.gpus_per_node)} nodes; the machine has one: give nodes and network"
+        )
+    assumed = list(machine.assumed)
+    if units is None and not architecture.blocks:
+        units = _pieces(architecture)
+        assumed.append(f"{architecture.name}: only its size is known; taken as {len(units)} equal layers, with products only")
+    worker = Worker(architecture, run, machine.card)
+    traffic = Traffic(run, machine, partition, ranks)
+    tasks = _tasks(worker, traffic, architecture, units or architecture.units)
+    head = worker.head()
+
+    passes = run.accumulation
+    local = run.keep_local
+    first = _Streams(0.0)
+    if passes > 1:
+        _micro_batch(first, tasks, head, traffic, reduce=not local)
+    offset = (passes - 1) * max(first.compute, first.link)
+    last = _Streams(offset)
+    _micro_batch(last, tasks, head, traffic, reduce=True)
+    last.compute = last.link = max(last.compute, last.link)
+    update = _update(last, tasks, worker, run, machine, partition)
+    total = max(last.compute, last.link)
+
+    forward = sum(task.compute.forward for task in tasks) + head.forward
+    backward = sum(task.compute.backward for task in tasks) + head.backward
+    compute = passes * (forward + backward) + update
+    reductions = 1 if local else passes
+    gathers = (passes if traffic.gathers else 0, 0 if traffic.kept else passes if traffic.gathers else 0)
+    sent = sum(
+        sum(gathers) * task.times.sent_gather + reductions * task.times.sent_reduce + task.times.sent_publish for task in tasks
+    )
+    model = flops_per_token(architecture, run.sequence) * run.tokens * passes
+    return Duration(
+        step_s=total, compute_s=compute, forward_s=passes * forward, backward_s=passes * backward, update_s=update,
+        communication_s=(passes - 1) * first.busy + last.busy, exposed_s=max(0.0, total - compute),
+        tokens_per_s_per_gpu=run.tokens * passes / total, mfu=model / total / machine.card.flops_peak, model_flops=model,
+        sent_bytes=round(sent), spans=tuple(last.spans), assumed=tuple(assumed),
+        units=tuple((task.name, task.compute.forward, task.compute.backward) for task in tasks)
+        + (("loss", head.forward, head.backward),),
+    )  # fmt: skip
+
+
+def _pieces(architecture: Architecture) -> tuple[Unit, ...]:
+    """Equal layers for a model of which only the size is known: as many as a width of 128 per layer means (12 l h^2 = N)."""
+    width = (128 * architecture.parameters / 12) ** (1 / 3)
+    layers = max(1, round(width / 128))
+    side = max(1, round(math.sqrt(architecture.parameters / layers)))
+    return tuple(Unit(f"layers.{i}", (Weight((f"layers.{i}.weight",), (side, side)),)) for i in range(layers))
+
+
+def _tasks(worker: Worker, traffic: Traffic, architecture: Architecture, units: Sequence[Unit]) -> list[_Task]:
+    """In forward order, resident units first, with what collectives cost computation added to it."""
+    habits, known, tasks = traffic.habits, {}, []
+    blocks = {block.name for block in architecture.blocks}
+    if worker.run.engine in ("fsdp1", "fsdp2"):
+        units = _blocks_and_root(architecture, units)
+    for unit in sorted(units, key=lambda unit: not unit.resident):
+        trainable = sum(w.numel for w in unit.weights if w.trainable)
+        if worker.adapters:
+            inside = [w for w in unit.weights if len(w.shape) == 2 and unit.name in blocks]
+            trainable = sum(worker.adapters * sum(w.shape) for w in inside)
+        stored = sum(w.numel * (w.bits / 8 / worker.item if w.bits else 1) for w in unit.weights)
+        key = (stored, trainable)
+        if key not in known:
+            known[key] = traffic.times(*key)
+        times, own = known[key], worker.unit(unit)
+        alone = traffic.ranks == 1
+        copies = worker.moved_s(habits.gather_copies * unit.numel) if traffic.gathers and not alone else 0.0
+        reduced = worker.moved_s(habits.reduce_copies * trainable * worker.item / 2) if not alone else 0.0
+        forward, backward = own.forward + copies, own.backward + reduced + copies * (not traffic.kept)
+        if not alone:  # the host does not run ahead of a card that waits for it
+            visits = 1 if worker.run.checkpointing == "none" else 2  # a recomputed block is visited once more
+            forward, backward = max(forward, habits.host_s), max(backward, visits * habits.host_s)
+        taken = TAKEN_ACROSS if traffic.leaves_node else TAKEN_WITHIN
+        if habits.hides_gathers:
+            forward += taken * min(forward, times.gather)
+            backward += taken * min(backward, (0 if traffic.kept else times.gather) + times.reduce)
+        tasks.append(_Task(unit.name, Seconds(forward, backward, own.recompute), times, unit.resident, unit.numel, trainable))
+    return tasks
+
+
+def _blocks_and_root(architecture: Architecture, units: Sequence[Unit]) -> list[Unit]:
+    """One unit a block and one of all the rest, as `fully_shard` and auto-wrap policies are commonly applied."""
+    inside = {block.name for block in architecture.blocks} or {unit.name for unit in units}
+    rest = tuple(weight for unit in units if unit.name not in inside for weight in unit.weights)
+    return [Unit("root", rest, resident=True)] * bool(rest) + [unit for unit in units if unit.name in inside]
+
+
+def _micro_batch(streams: _Streams, tasks: list[_Task], head: Seconds, traffic: Traffic, reduce: bool) -> None:
+    """One forward and backward, transfers issued as `schedule.py` issues them.
+
+    Forward: with unit i's start, unit i + prefetch is asked for, and a place for it is free when unit i - 1 is done.
+    Backward: unit i - 1 is asked for while i computes, and i's gradients leave when it is done; a unit needs a gradient
+    buffer, so it waits for the reduction of the one before the last.
+    """
+    habits, gathers = traffic.habits, traffic.gathers
+    hidden = habits.hides_gathers
+    start = streams.compute
+    ended: list[float] = []
+    arrived: dict[int, float] = {}
+
+    def gather(order: list[int], place: int, ahead: int, phase: str) -> None:
+        """Ask for the units up to `ahead` places further, as places get free."""
+        for at in range(place, min(len(order), place + ahead + 1)):
+            index = order[at]
+            if index in arrived:
+                continue
+            free = ended[at - 1 - ahead] if at - 1 - ahead >= 0 else start
+            seconds = tasks[index].times.gather if gathers else 0.0
+            arrived[index] = streams.send(f"gather {tasks[index].name} ({phase})", seconds, free)
+
+    forward = list(range(len(tasks)))
+    ahead = traffic.ahead if hidden else 0
+    for place, index in enumerate(forward):
+        gather(forward, place, ahead, "forward")
+        ended.append(streams.work(f"forward {tasks[index].name}", tasks[index].compute.forward, arrived[index]))
+    streams.work("loss", head.forward + head.backward)
+
+    start, ended = streams.compute, []
+    again = gathers and not traffic.kept
+    arrived = {i: start for i, task in enumerate(tasks) if task.resident or not again}
+    backward = [i for i in reversed(forward) if not tasks[i].resident] + [i for i in forward if tasks[i].resident]
+    reduced: list[float] = []
+    ahead = traffic.ahead if hidden else 0
+    for place, index in enumerate(backward):
+        task = tasks[index]
+        gather(backward, place, ahead, "backward")
+        if again and not task.resident and traffic.run.checkpointing == "full" and 2 * task.parameters > habits.reuse:
+            arrived[index] = streams.send(f"gather {task.name} (again)", task.times.gather, arrived[index])
+        buffer = reduced[-2] if len(reduced) >= 2 else start
+        ended.append(streams.work(f"backward {task.name}", task.compute.backward, max(arrived[index], buffer)))
+        if reduce and task.trainable:
+            reduced.append(streams.send(f"reduce {task.name}", task.times.reduce, ended[-1]))
+
+
+def _update(streams: _Streams, tasks: list[_Task], worker: Worker, run: Run, machine: Machine, partition: Partition) -> float:
+    """The optimizer's step, unit by unit, each unit's weights published behind the update of the next. Returns its compute."""
+    offloaded = run.offload != "none"
+    total = 0.0
+    for task in tasks:
+        own = task.trainable / partition.optimizer
+        if offloaded:  # gradients down, Adam in the host's memory shared by the node's cards, weights up
+            seconds = own * (2 * ITEMSIZE[run.weights] / PCIE + 28 / (HOST_MEMORY / machine.gpus_per_node))
+        else:
+            seconds = worker.update(own)
+        total += seconds
+        done = streams.work(f"update {task.name}", seconds)
+        streams.send(f"publish {task.name}", task.times.publish, done)
+    return total

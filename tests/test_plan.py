@@ -107,6 +107,19 @@ def test_E4_the_cost_of_accumulating_whole_gradients() -> None:
     assert (round(slices / 1e9, 2), round(whole / 1e9, 1)) == (3.25, 52.0)
 
 
+def test_E4_gradients_kept_whole_within_no_sync() -> None:
+    architecture = models.resolve("llama-3.2-1b")
+    partition = Partition.from_stage(3, 8)
+    often, once = (walk(architecture, Run(accumulation=2, keep_local=local), partition, 8) for local in (False, True))
+    whole = 2 * architecture.parameters
+    assert often.highest["gradients"] == pytest.approx(whole / 8, rel=1e-3) == once.highest["gradients"]
+    assert 0.8 * whole < once.highest["reduce"] - often.highest["reduce"] / 2 < 1.5 * whole
+    # accumulated gradients are added to what is kept, not kept beside it
+    for engine in ("zerostage", "fsdp2", "fsdp1", "deepspeed"):
+        one, three = (walk(architecture, Run(engine=engine, accumulation=n), partition, 8).highest["gradients"] for n in (1, 3))
+        assert one == three, engine
+
+
 def sum_of(term: str, stage: int) -> int:
     return getattr(row(zerostage.plan(params=26e9, ranks=16), stage, 16).bytes, term)
 

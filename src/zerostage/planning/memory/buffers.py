@@ -39,6 +39,8 @@ class Buffers:
         self.g = ITEMSIZE[run.gradients] if run.gradients else self.gradient_itemsize()
         self.moment = ITEMSIZE[run.moments] if run.moments else self.master
         self.units = self.divide()
+        self.reduces = True  # whether this backward's gradients are reduced (not within no_sync)
+        self.kept: dict[str, int] = {}  # bytes of gradients that are kept, by unit
         self.of = {weight.name: unit for unit in self.units for weight in unit.weights}
 
     # What differs between engines
@@ -136,8 +138,14 @@ class Buffers:
         self.track.change("optimizer_temporaries", temporary)
         self.track.change("optimizer_temporaries", -temporary)
 
+    def keep(self, unit: Unit, size: int) -> None:
+        """Gradients of `unit` are kept from now on; the next micro-batch's are added to them."""
+        self.track.change("gradients", size - self.kept.get(unit.name, 0))
+        self.kept[unit.name] = size
+
     def zero_grad(self) -> None:
         self.track.change("gradients", -self.track.now["gradients"])
+        self.kept.clear()
 
 
 class Zerostage(Buffers):
@@ -152,7 +160,6 @@ class Zerostage(Buffers):
         self.window = 0
         self.flying: list[int] = []  # bytes of each reduction under way
         self.opened: set[str] = set()  # units whose gradients are being filled
-        self.kept: set[str] = set()  # units whose gradients are kept
         self.divided = self.partition.weights > 1
         self.allowed = (3 if self.partition.gradients > 1 else 1) * max((self.gradient(u) for u in self.units), default=0)
 
@@ -206,13 +213,8 @@ class Zerostage(Buffers):
             if self.partition.gradients > 1:
                 self.track.change("reduce", self.gradient(unit))
             else:
-                self._keep(unit)
+                self.keep(unit, self.gradient(unit))
         self.track.change("reduce", -size)
-
-    def _keep(self, unit: Unit) -> None:
-        if unit.name not in self.kept:
-            self.kept.add(unit.name)
-            self.track.change("gradients", self.gradient(unit) // self.partition.gradients)
 
     def reduce(self, unit: Unit, following: list[Unit]) -> None:
         if self.divided:
@@ -220,7 +222,7 @@ class Zerostage(Buffers):
             for follower in following:
                 if self.run.prefetch and self.window < 1 + self.run.prefetch:
                     self._gather(follower)
-        if unit.name not in self.opened:
+        if unit.name not in self.opened or not self.reduces:
             return
         self.opened.discard(unit.name)
         whole = self.gradient(unit)
@@ -229,7 +231,7 @@ class Zerostage(Buffers):
         if now + whole + ahead > self.allowed:
             self._land()
         received = whole * (self.ranks - 1) // self.ranks
-        self._keep(unit)
+        self.keep(unit, whole // self.partition.gradients)
         self.track.change("reduce", received)
         self.flying.append(received + (whole if self.partition.gradients > 1 else 0))
 
@@ -246,7 +248,3 @@ class Zerostage(Buffers):
         self.track.change("optimizer_temporaries", piece * self.master)
         super().step()
         self.track.change("optimizer_temporaries", -piece * self.master)
-
-    def zero_grad(self) -> None:
-        super().zero_grad()
-        self.kept.clear()

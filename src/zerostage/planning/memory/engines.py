@@ -99,13 +99,17 @@ class FSDP2(Buffers):
             self.track.change("gathered", -self.whole(unit))
         if not elements:
             return
+        if not self.reduces:  # kept whole, in the dtype of the reduction
+            self.keep(unit, elements * self.reduce_itemsize)
+            self.track.change("reduce", -elements * self.c)
+            return
         self.track.change("reduce", -self.reduce_input)
         self.reduce_input = elements * self.reduce_itemsize
         self.track.change("reduce", self.reduce_input)
         self.track.change("reduce", -elements * self.c)
         n = self.partition.optimizer
         self.track.change("reduce", elements * self.reduce_itemsize // n)
-        self.track.change("gradients", elements * self.g // n)
+        self.keep(unit, elements * self.g // n)
         self.track.change("reduce", -elements * self.reduce_itemsize // n)
 
     def end_backward(self) -> None:
@@ -178,8 +182,12 @@ class FSDP1(Buffers):
         elements, n = self.padded(unit, True), self.partition.optimizer
         self.track.change("reduce", elements * self.c)  # put together, beside the parts
         self.track.change("reduce", -elements * self.c)
+        if not self.reduces:  # the flat gradient stays
+            self.keep(unit, elements * self.c)
+            self.track.change("reduce", -elements * self.c)
+            return
         self.track.change("reduce", elements * self.c // n)
-        self.track.change("gradients", elements * self.g // n)
+        self.keep(unit, elements * self.g // n)
         self.track.change("reduce", -elements * self.c // n - elements * self.c)
 
     def end_backward(self) -> None:
@@ -201,6 +209,7 @@ class DDP(Buffers):
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self.cast: dict[str, int] = {}  # bytes of the casts that are there, by unit
+        self.there: set[str] = set()  # units whose gradients are there
 
     def gradient_itemsize(self) -> int:
         return self.master
@@ -232,13 +241,22 @@ class DDP(Buffers):
 
     def arrive(self, unit: Unit, elements: int) -> None:
         if not self.run.bucket_view or self.ranks == 1:
-            self.track.change("gradients", elements * self.g)
+            if unit.name in self.there:
+                self.track.change("gradients", elements * self.g)  # added to what is there
+                self.track.change("gradients", -elements * self.g)
+            else:
+                self.track.change("gradients", elements * self.g)
 
     def reduce(self, unit: Unit, following: list[Unit]) -> None:
         self._drop(unit.name)
+        self.there.add(unit.name)
 
     def end_backward(self) -> None:
         self._drop(*self.cast)
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.there.clear()
 
 
 BUFFERS = {

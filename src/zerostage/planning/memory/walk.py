@@ -68,13 +68,23 @@ def walk(architecture: Architecture, run: Run, partition: Partition, ranks: int)
     buffers = BUFFERS[run.engine](architecture, run, partition, ranks, track)
     buffers.start()
     sequence = parts(architecture, run, buffers)
-    for _ in range(run.accumulation):
+    for micro in range(run.accumulation):
+        buffers.reduces = not run.keep_local or micro == run.accumulation - 1
         _forward(sequence, run, buffers, track)
         _backward(sequence, run, buffers, track)
     track.mark("optimizer step", "step")
     buffers.step()
     buffers.zero_grad()
     return track
+
+
+def _owner(part: Part, elements: int) -> Unit:
+    """The unit that has the weight whose gradient of `elements` has come; a block has just one."""
+    if len(part.units) > 1:
+        for unit in part.units:
+            if any(weight.numel == elements for weight in unit.weights):
+                return unit
+    return max(part.units, key=lambda unit: unit.numel)
 
 
 def _following(sequence: list[Part], position: int, step: int) -> list[Unit]:
@@ -111,13 +121,12 @@ def _backward(sequence: list[Part], run: Run, buffers: Buffers, track: Track) ->
         following = _following(sequence, i, -1)
         for unit in part.units:
             buffers.need(unit, following)
-        owner = max(part.units, key=lambda unit: unit.numel, default=None)
         if part.block and run.checkpointing != "none":
             for event in part.tape.events("recompute", "policy" if run.checkpointing == "selective" else "nothing"):
                 track.change(event.term, event.size)
         for event in part.tape.events("backward", i < len(sequence) - 1, not (part.block and run.checkpointing != "none")):
             if event.term == "gradient":
-                buffers.arrive(owner, event.size)
+                buffers.arrive(_owner(part, event.size), event.size)
             else:
                 track.change(event.term, event.size)
         if part.block and run.checkpointing != "none":

@@ -97,6 +97,24 @@ def _verdict(case: Case, kind: str, value: int, answer: Row, buffers: Buffers) -
     return Verdict(case, kind, value, middle, low, high)
 
 
+SUMMARY = ("engine", "figure", "figures", "median", "90th percentile", "worst")
+
+
+def summary(verdicts: list[Verdict]) -> list[tuple[str, ...]]:
+    """Per engine and kind of figure, and over all engines: how many, and the median, 90th percentile and worst error."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for v in verdicts:
+        if v.kind != "out of memory":
+            for engine in (v.case.run.engine, "all"):
+                groups.setdefault((engine, v.kind), []).append(abs(v.error))
+    found = []
+    for (engine, kind), errors in sorted(groups.items(), key=lambda item: (item[0][0] == "all", item[0])):
+        errors.sort()
+        figures = statistics.median(errors), errors[round(0.9 * (len(errors) - 1))], errors[-1]
+        found.append((engine, kind, str(len(errors)), *(f"{100 * x:.1f}%" for x in figures)))
+    return found
+
+
 def show(console: Console, path: str | Path = PUBLISHED, rows: bool = True) -> None:
     """Print each figure with its prediction, and per engine and kind the median, 90th percentile and worst error."""
     verdicts, skipped = judge(path)
@@ -112,17 +130,10 @@ def show(console: Console, path: str | Path = PUBLISHED, rows: bool = True) -> N
             table.add_row(v.case.id, v.case.engine, v.kind, number(v.measured), shown, verdict)
         console.print(table)
     table = Table(title="Error of the prediction, of its size", title_justify="left")
-    for heading in ("engine", "figure", "cases", "median", "90th percentile", "worst"):
-        table.add_column(heading, justify="left" if heading in ("engine", "figure") else "right")
-    groups: dict[tuple[str, str], list[float]] = {}
-    for v in verdicts:
-        if v.kind != "out of memory":
-            for engine in (v.case.run.engine if v.kind != "state" else "zerostage", "all"):
-                groups.setdefault((engine, v.kind), []).append(abs(v.error))
-    for (engine, kind), errors in sorted(groups.items(), key=lambda item: (item[0][0] == "all", item[0])):
-        errors.sort()
-        ninth = errors[min(len(errors) - 1, round(0.9 * (len(errors) - 1)))]
-        table.add_row(engine, kind, str(len(errors)), *(f"{100 * x:.1f}%" for x in (statistics.median(errors), ninth, errors[-1])))
+    for heading in SUMMARY:
+        table.add_column(heading, justify="left" if heading in SUMMARY[:2] else "right")
+    for line in summary(verdicts):
+        table.add_row(*line)
     console.print(table)
     if skipped:
         console.print(f"{len(skipped)} cases leave open what memory depends on:")

@@ -87,9 +87,11 @@ def case(row: dict[str, Any]) -> Case:
         if row.get(key) is None:
             missing.append(what)
     try:
-        found.architecture = _architecture(row)
+        found.architecture = _architecture(row, row.get("lora_rank") or 0)
     except InputError:
         missing.append("the model's shape")
+    if not row.get("lora_rank") and "lora" in f"{name} {row.get('stage')} {row.get('extra')}".lower():
+        missing.append("the rank of its LoRA")
     toggles = _toggles(row)
     if "baseline" in toggles and "packed" not in toggles:
         missing.append("how long the sequences were")
@@ -139,23 +141,23 @@ def _gpu(row: dict[str, Any]) -> str:
     return f"{text.split('-')[0]}-{memory:.0f}" if text and memory and memory < 180 else text
 
 
-def _architecture(row: dict[str, Any]) -> Architecture:
+def _architecture(row: dict[str, Any], lora_rank: int) -> Architecture:
     shape = {**row, **(row.get("arch_public") or {})}
     keys = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
             "ffn": "intermediate_size", "vocab": "vocab_size", "head_dim": "head_dim"}  # fmt: skip
     config: dict[str, Any] = {theirs: shape[ours] for ours, theirs in keys.items() if shape.get(ours)}
     if len(config) >= 6:
         config |= {"model_type": "llama", "tie_word_embeddings": bool(shape.get("tied", False))}
-        found = models.resolve(config)
+        found = models.resolve(config, lora_rank=lora_rank)
         count = shape.get("params") or shape.get("param_count")
-        if count and abs(found.parameters - count) > 0.001 * count:
+        if count and not lora_rank and abs(found.parameters - count) > 0.001 * count:
             raise InputError("the shape does not give the stated number of parameters")
         return found
     count, h, layers = (row.get(key) for key in ("param_count", "hidden", "layers"))
     if len(config) == 3 and count and row.get("heads"):  # a plain transformer: 12 h^2 a layer, the rest two tables
         vocab = round((count - 12 * h * h * layers) / (2 * h))
-        return models.resolve({**config, "model_type": "llama", "intermediate_size": 8 * h // 3, "vocab_size": vocab})
-    return models.resolve(re.sub(r"\s+(full finetune|pretrain).*", "", row["model"]))
+        return models.resolve({**config, "model_type": "llama", "intermediate_size": 8 * h // 3, "vocab_size": vocab}, lora_rank=lora_rank)
+    return models.resolve(re.sub(r"\s+(full finetune|pretrain).*", "", row["model"]), lora_rank=lora_rank)
 
 
 def _run(row: dict[str, Any], engine: str) -> Run:
@@ -174,7 +176,7 @@ def _run(row: dict[str, Any], engine: str) -> Run:
         "implementation": "torchtitan" if titan else "transformers", "fused_kernels": fast or bool(row.get("compile")) or "compile" in tune,
         "loss": "chunked" if "chunk" in extra.lower() or "chunked CE" in tune else "fused" if fast else "whole",
         "keep_logits": titan and bool(pull) and int(pull[1]) <= TITAN_KEPT_LOGITS, "shifted_copy": "trainer" in name,
-        "tensor": row.get("tp") or 1, "pipeline": row.get("pp") or 1,
+        "lora_rank": row.get("lora_rank") or 0, "tensor": row.get("tp") or 1, "pipeline": row.get("pp") or 1,
     }  # fmt: skip
     if "torchtune" in name:
         values["optimizer_kernel"] = "fused"  # what its recipes state

@@ -15,8 +15,7 @@ from zerostage.division import repeated_blocks
 from zerostage.mistakes import InputError
 from zerostage.planning.simulation import kernels  # noqa: F401  (it defines torch.ops.zerostage.attention)
 
-_aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+_PRODUCT = torch.ops.aten.mm.default  # not addmm: a linear layer with a bias is made again
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -56,7 +55,7 @@ def _every_other_product() -> Any:
 
     def policy(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = function in _ATTENTION or function is torch.ops.zerostage.attention.default
-        if function in _PRODUCTS:
+        if function is _PRODUCT:
             counts[context.is_recompute] += 1
             kept = counts[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

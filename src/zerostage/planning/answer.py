@@ -80,6 +80,7 @@ def plan(
             raise InputError("a simulation is of one number of ranks: give --ranks N, or --gpu and --nodes")
         counts = counts[-1:]
     source_model = model if model is not None else given.model
+    further = 0  # numbers of ranks beyond the smallest that something fits on
     for n in counts:
         fleet = machine.with_ranks(n) if machine else None
         found = [p for p in partitions(n, machine.gpus_per_node if machine else n) if p.stage(n) in engine.stages]
@@ -88,6 +89,10 @@ def plan(
             answer, track, duration = row(architecture, settings, candidate, n, fleet, simulated=simulated)
             candidates.append(Candidate(candidate, answer, duration))
             tracks[candidate, n] = track
+        further += any(c.row.fits for c in candidates)
+        if machine and nodes is None and not ranks and further > 2:
+            counts = counts[: counts.index(n) + 1]
+            break
     asked = next((c for c in candidates if c.partition == wanted and c.row.ranks == counts[-1]), None)
     recommendation = recommend(architecture, settings, machine, candidates, ranks_given, tokens) if machine and candidates else None
     for candidate in candidates[-1:]:

@@ -92,10 +92,10 @@ def _why(architecture: Architecture, here: list[Candidate], best: Candidate, mac
                 GRADIENTS * architecture.trainable_parameters if c.row.stage < 2 else 0
             )
             always = " at any number of ranks" if floor > FILL * card.usable_bytes and c.row.stage else ""
-            found.append(f"{c.row.layout} needs {_gb(c.row.peak_allocated)} a rank, more than a {card.name} has{always}")
+            found.append(f"{c.row.layout} needs {_gb(c.row.peak_allocated)} a rank, more than the {card.name} has{always}")
     found.append(
         f"{best.row.layout} needs {_gb(best.row.peak_allocated)} a rank at its peak ({best.row.peak_phase}) of "
-        f"{_gb(card.usable_bytes)} on a {card.name}: {_gb(best.row.left)} are left"
+        f"{_gb(card.usable_bytes)} on the {card.name}: {_gb(best.row.left)} are left"
     )
     later = [c for c in here if c.row.stage is not None and best.row.stage is not None and c.row.stage > best.row.stage]
     for c in later:
@@ -134,7 +134,7 @@ def _nothing_fits(
     reasons = [
         _state(architecture, least),
         f"nothing fits on {_gpus(least.row.ranks)}: {least.row.layout} needs {_gb(least.row.peak_allocated)} a rank in its "
-        f"{least.row.peak_phase} phase, {_gb(missing)} more than {FILL:.0%} of a {machine.card.name}'s {_gb(machine.card.usable_bytes)}",
+        f"{least.row.peak_phase} phase, {_gb(missing)} more than {FILL:.0%} of the {machine.card.name}'s {_gb(machine.card.usable_bytes)}",
     ]
     answer = _answer(least, machine, reasons)
     answer.choices = choices(architecture, run, machine, least)

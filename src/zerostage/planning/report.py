@@ -63,7 +63,7 @@ def _head(console: Console, plan: Plan) -> None:
 
 def _decision(console: Console, plan: Plan) -> None:
     decided = plan.recommendation
-    verdict = f"{decided.layout} on {decided.ranks} x {plan.machine['gpu']}" if decided.fits else f"nothing that was tried fits a {plan.machine['gpu']}"
+    verdict = f"{decided.layout} on {decided.ranks} x {plan.machine['gpu']}" if decided.fits else f"nothing that was tried fits the {plan.machine['gpu']}"
     console.print(f"\n[bold]{verdict}[/bold]")
     for reason in decided.reasons:
         console.print(f"- {reason}", highlight=False)

@@ -56,7 +56,7 @@ def test_R1_every_stage_with_its_formula() -> None:
         ({"optimizer": "sgd"}, 8),
         ({"optimizer": "sgd", "weights": "fp32", "master": "none"}, 8),
         ({"moments": "int8"}, 10),
-        ({"offload": "optimizer"}, 4),
+        ({"offload": "optimizer", "engine": "deepspeed"}, 4),
     ],
 )
 def test_R2_bytes_by_the_real_choice(settings: dict, bytes_per_parameter: int) -> None:
@@ -291,7 +291,7 @@ def test_R11_a_config_is_enough_and_torch_is_not_needed(tmp_path) -> None:
     [
         (["llama-9-8b"], ["'llama-9-8b' is no built-in model", "did you mean llama-3-8b?"]),
         (["llama-3.1-8b", "--gpu", "h1000"], ["unknown card 'h1000'", "did you mean H100-80?"]),
-        (["llama-3.1-8b", "--gpu", "h100", "--nodes", "0"], ["nodes is 0", "1 or more"]),
+        (["llama-3.1-8b", "--gpu", "h100", "--nodes", "0"], ["0 is no number of ranks, nodes or GPUs", "1 or more"]),
         (["llama-3.1-8b", "--nodes", "2"], ["--gpu h100"]),
         (["llama-3.1-8b", "--gpu", "h100", "--nodes", "2", "--network", "fast"], ["network 'fast' is not a rate", "400GB/s"]),
         (["llama-3.1-8b", "--gpu", "v100"], ["V100-32 has no bf16", "fp16"]),
@@ -305,6 +305,10 @@ def test_R11_a_config_is_enough_and_torch_is_not_needed(tmp_path) -> None:
         (["--params", "7B", "--lora-rank", "8"], ["LoRA needs the shapes"]),
         (["llama-3.1-8b", "--from", "nowhere.json"], ["there is no file nowhere.json"]),
         (["llama-3.1-8b", "--calibration", "nowhere.json"], ["nowhere.json cannot be read"]),
+        (["llama-3.1-8b", "--gpu", "h100", "--nodes", "1", "--ranks", "16"], ["1 node(s) of 8 GPUs have no 16 ranks"]),
+        (["llama-3.1-8b", "--optimizer", "adafactor"], ["zerostage has no Adafactor", "--engine deepspeed"]),
+        (["llama-3.1-8b", "--tensor", "2"], ["zerostage has no tensor parallelism", "megatron"]),
+        (["llama-3.1-8b", "--simulate"], ["a simulation is of one number of ranks"]),
         (["--accuracy", "nowhere.json"], ["nowhere.json cannot be read"]),
     ],
 )
@@ -312,6 +316,33 @@ def test_a_mistake_is_one_line(arguments: list[str], parts: list[str]) -> None:
     done = command(*arguments)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
     assert all(part in done.stderr for part in parts), done.stderr
+
+
+def test_a_stage_that_is_asked_for_is_looked_for_on_the_fewest_gpus() -> None:
+    answer = zerostage.plan("llama-3.1-70b", gpu="a100-40", stage=3)
+    assert answer.asked.fits and answer.asked.ranks == 64 == answer.recommendation.ranks
+    assert not row(answer, 3, 32).fits
+    shown = command("llama-3.1-70b", "--gpu", "a100-40", "--stage", "3").stdout
+    assert "asked for: stage 3 on 64 ranks fits" in shown and "On 64 ranks" in shown
+
+
+def test_a_setting_that_is_much_faster_is_preferred_to_an_earlier_stage() -> None:
+    slow = zerostage.plan("llama-3.1-8b", gpu="h100", nodes=2, network="100GbE").recommendation
+    assert slow.stage == 3 and slow.layout == "stage 3, weights within 8" and any("fits, too, but takes" in r for r in slow.reasons)
+    assert zerostage.plan("llama-3.1-8b", gpu="h100", nodes=2, network="400GB/s").recommendation.stage == 1
+
+
+def test_mfu_counts_no_gradients_of_frozen_weights() -> None:
+    whole = zerostage.plan("llama-3.1-8b", gpu="h100", nodes=1, checkpointing="none")
+    frozen = zerostage.plan("llama-3.1-8b", gpu="h100", nodes=1, checkpointing="none", lora_rank=16)
+    assert row(frozen, 3, 8).mfu < 1.05 * row(whole, 3, 8).mfu < 0.8
+
+
+def test_numbers_may_be_text_in_python_too() -> None:
+    assert zerostage.plan(params="7B", ranks=8).model["parameters"] == 7_000_000_000
+    for wrong in ({"ranks": "8"}, {"ranks": 0}, {"nodes": "1", "gpu": "h100"}, {"params": "many"}):
+        with pytest.raises(InputError):
+            zerostage.plan(**{"params": 7e9, **wrong})
 
 
 def test_unknown_settings_are_refused_by_name() -> None:

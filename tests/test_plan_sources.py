@@ -411,7 +411,6 @@ def test_torchtitan(given):
         "optimizer_kernel": "foreach",
         "fused_kernels": True,
         "tensor": 8,
-        "pipeline": 1,
     }
     assert (found.stage, found.shard, found.replicate, found.ranks, found.model) == (3, 8, 2, 128, "llama-3.1-70b")
     assert found.assumed == found.ignored == ()

@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zerostage.mistakes import InputError, closest
+from zerostage.mistakes import InputError, closest, number
 from zerostage.partition import Partition
 from zerostage.planning.inputs.sources import Given, read
 from zerostage.planning.memory.engines import BUFFERS
 from zerostage.planning.model import resolve as models
 from zerostage.planning.model.architecture import Architecture
 from zerostage.planning.recommend import Candidate, recommend
-from zerostage.planning.rows import FILL, partitions, row
+from zerostage.planning.rows import FILL, partitions, row, state_bytes
 from zerostage.planning.run import Run
 from zerostage.planning.schema import Plan, Row
 from zerostage.planning.timing import hardware
@@ -55,6 +55,7 @@ def plan(
     simulate: run the real engine on the model under torch's fake tensors instead of the closed form. The rest are fields
     of `planning.run.Run`. Raises InputError, one line, for what cannot be used.
     """
+    ranks, params, tokens = _checked(ranks, params, tokens, nodes, gpus_per_node)
     given = read(source, ranks if isinstance(ranks, int) else None) if source else Given("")
     assumed, left_out = list(given.assumed), [f"{key} in {source}" for key in given.ignored]
     fields = {**given.run, **{key: value for key, value in run.items() if value is not None}}
@@ -63,6 +64,9 @@ def plan(
     assumed += architecture.assumed
     options = {name: value for name, value in given.options(architecture.hidden).items() if name in Run.model_fields and name not in fields}
     settings = _defaults(_run({**fields, **options}), fields, architecture, assumed)
+    _capable(settings)
+    if given.run.get("engine", settings.engine) != settings.engine:
+        assumed.append(f"{settings.engine} in the place of {given.run['engine']}, which {source} is for")
     if gpu or here:  # a configuration tells how many cards there are, not which
         nodes = given.nodes if nodes is None else nodes
         gpus_per_node = given.ranks // given.nodes if gpus_per_node is None and given.ranks and given.nodes else gpus_per_node
@@ -71,36 +75,42 @@ def plan(
     machine = _machine(gpu, nodes, gpus_per_node, network, here, calibration, assumed)
     if stage is None and partition is None:
         stage, partition = given.stage, _divided(given)
-    counts, ranks_given = _counts(machine, nodes, ranks or given.ranks)
+    counts, ranks_given = _counts(machine, nodes, ranks or (given.ranks and given.ranks // settings.tensor))
     candidates, tracks = [], {}
     engine = BUFFERS[settings.engine]
-    wanted = _wanted(stage, partition, counts[-1], settings.engine)
+    fixed = ranks_given or machine is None  # else the smallest number of ranks is looked for
+    _wanted(stage, partition, counts[-1], settings.engine)  # a mistake is told before anything is computed
     if simulate:
         if machine is None and not ranks and not given.ranks or machine and not ranks_given:
             raise InputError("a simulation is of one number of ranks: give --ranks N, or --gpu and --nodes")
         counts = counts[-1:]
     source_model = model if model is not None else given.model
+    asked: Candidate | None = None
     further = 0  # numbers of ranks beyond the smallest that something fits on
     for n in counts:
         fleet = machine.with_ranks(n) if machine else None
         found = [p for p in partitions(n, machine.gpus_per_node if machine else n) if p.stage(n) in engine.stages]
-        for candidate in [*found, *([wanted] if wanted and n == counts[-1] and wanted not in found else [])]:
+        wanted = None
+        if not fixed or n == counts[-1]:
+            wanted = _wanted(stage, partition, n, settings.engine) if partition is None or n % partition.optimizer == 0 else None
+        for candidate in [*found, *([wanted] if wanted and wanted not in found else [])]:
             simulated = _simulated(source_model, settings, candidate, n) if simulate and wanted in (None, candidate) else None
             answer, track, duration = row(architecture, settings, candidate, n, fleet, simulated=simulated)
             candidates.append(Candidate(candidate, answer, duration))
             tracks[candidate, n] = track
-        further += any(c.row.fits for c in candidates)
-        if machine and nodes is None and not ranks and further > 2:
+            if candidate == wanted and (asked is None or not asked.row.fits):
+                asked = candidates[-1]
+        further += asked.row.fits if asked else any(c.row.fits for c in candidates)
+        if not fixed and further > 2:
             counts = counts[: counts.index(n) + 1]
             break
-    asked = next((c for c in candidates if c.partition == wanted and c.row.ranks == counts[-1]), None)
     recommendation = recommend(architecture, settings, machine, candidates, ranks_given, tokens) if machine and candidates else None
     for candidate in candidates[-1:]:
         assumed += candidate.duration.assumed if candidate.duration else ()
     shown = asked or next((c for c in candidates if recommendation and c.row == recommendation.row), None)
     track = tracks.get((shown.partition, shown.row.ranks)) if shown else None
     return Plan(
-        model=_model(architecture),
+        model=_model(architecture, settings),
         machine={**machine.describe(), "nodes": nodes} if machine else {},
         run=settings.model_dump(),
         method="simulation" if simulate else "closed form" if architecture.modelled else "training state only",
@@ -110,8 +120,28 @@ def plan(
         timeline=track.moments if track else [],
         spans=shown.duration.spans if shown and shown.duration else [],
         assumed=list(dict.fromkeys(assumed)),
-        left_out=[*left_out, *_left_out(architecture, machine)],
+        left_out=[*left_out, *_left_out(architecture, machine, settings, simulate)],
     )
+
+
+def _checked(ranks: Any, params: Any, tokens: Any, *counts: Any) -> tuple[Any, Any, Any]:
+    """Numbers of ranks, parameters and tokens; the last two may be given as text, '7B' for example."""
+    many = list(ranks) if isinstance(ranks, (list, tuple)) else [] if ranks is None else [ranks]
+    for value in (*many, *(count for count in counts if count is not None)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{value!r} is no number of ranks, nodes or GPUs: give whole numbers of 1 or more")
+    params, tokens = (number(name, x) if isinstance(x, str) else x for name, x in (("params", params), ("tokens", tokens)))
+    return ranks, params, tokens
+
+
+def _capable(run: Run) -> None:
+    """Refuse what the engine itself would refuse."""
+    if run.engine == "zerostage":
+        for what, has in (("optimizer offload", run.offload != "none"), ("Adafactor", run.optimizer == "adafactor"),
+                          ("tensor parallelism", run.tensor > 1)):  # fmt: skip
+            if has:
+                other = "megatron or fsdp2" if run.tensor > 1 else "deepspeed or fsdp2"
+                raise InputError(f"zerostage has no {what}: leave it out, or plan for another engine (--engine {other})")
 
 
 def _wanted(stage: int | None, partition: Partition | None, ranks: int, engine: str) -> Partition | None:
@@ -168,9 +198,6 @@ def _machine(
     gpu: str | None, nodes: int | None, gpus_per_node: int | None, network: str | None, here: bool, calibration: Any,
     assumed: list[str],
 ) -> Machine | None:  # fmt: skip
-    for name, value in (("nodes", nodes), ("gpus_per_node", gpus_per_node)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}: give a whole number of 1 or more")
     if calibration:
         return Machine.from_calibration(calibration, nodes, network)
     if here:
@@ -199,8 +226,8 @@ def _counts(machine: Machine | None, nodes: int | None, ranks: int | list[int] |
     """The numbers of ranks to look at, and whether the largest is what there is."""
     if ranks:
         counts = sorted(set(ranks)) if isinstance(ranks, (list, tuple)) else [ranks]
-        if counts[0] < 1:
-            raise InputError(f"ranks is {counts[0]}: give whole numbers of 1 or more")
+        if machine and nodes and counts[-1] > nodes * machine.gpus_per_node:
+            raise InputError(f"{nodes} node(s) of {machine.gpus_per_node} GPUs have no {counts[-1]} ranks: give more nodes, or fewer ranks")
         return counts, len(counts) == 1
     if machine is None:
         return list(DEFAULT_RANKS), False
@@ -218,20 +245,25 @@ def _simulated(model: Any, run: Run, partition: Partition, ranks: int) -> Any:
     return simulate.of(model, run, partition, ranks)
 
 
-def _model(a: Architecture) -> dict[str, Any]:
+def _model(a: Architecture, run: Run) -> dict[str, Any]:
     first = a.blocks[0] if a.blocks else None
     return {
         "name": a.name, "family": a.family, "parameters": a.parameters, "active_parameters": a.active_parameters,
         "trainable_parameters": a.trainable_parameters, "layers": len(a.blocks), "hidden": a.hidden, "vocab": a.vocab,
         "heads": first.heads if first else 0, "kv_heads": first.kv_heads if first else 0, "head_dim": first.head_dim if first else 0,
-        "ffn": first.ffn if first else 0, "experts": first.experts if first else 0, "tied": a.tied, "modelled": a.modelled,
+        "ffn": first.ffn if first else 0, "experts": first.experts if first else 0, "state_bytes": state_bytes(a, run), "tied": a.tied, "modelled": a.modelled,
     }  # fmt: skip
 
 
-def _left_out(architecture: Architecture, machine: Machine | None) -> list[str]:
+def _left_out(architecture: Architecture, machine: Machine | None, run: Run, simulated: bool) -> list[str]:
     found = ["the data loader, evaluation, checkpoints being written, and whatever else shares the card"]
-    if not architecture.modelled:
-        found.append("activations, logits, gathered weights and gradients in flight: only the training state is counted")
+    if not architecture.modelled and not simulated:
+        found.append(
+            "activations, logits, gathered weights and gradients in flight, also where it says that something fits: only the "
+            "training state is counted" + ("; --simulate has them" if architecture.family != "parameters" else "")
+        )
+    if run.offload != "none":
+        found.append("the memory of the host, which holds what is offloaded for all GPUs of a node (12 bytes per trained parameter / ranks each)")
     if machine is None:
         found.append("CUDA context and NCCL buffers (0.5 to 2 GiB a card), and time: no machine was given (--gpu)")
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import typing
 from pathlib import Path
@@ -15,6 +14,18 @@ from zerostage.planning.run import Run
 
 #: Exit codes: the asked setting fits (or none was asked for, and something does), or it does not.
 FITS, DOES_NOT_FIT = 0, 3
+
+
+class Whole(click.ParamType):
+    """A whole number, also as 1e9."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        try:
+            return int(value) if float(value) == int(float(value)) and "e" not in str(value).lower() else int(float(value))
+        except (ValueError, OverflowError):
+            raise InputError(f"{param.opts[0]} is {value!r}: give a whole number") from None
 
 
 class PlanCommand(click.Command):
@@ -33,7 +44,7 @@ class PlanCommand(click.Command):
             elif choices:
                 self.params.append(click.Option([flag], metavar="|".join(choices), help=shown))
             else:
-                self.params.append(click.Option([flag], type=int, metavar="N", help=shown))
+                self.params.append(click.Option([flag], type=Whole(), metavar="N", help=shown))
 
 
 @click.command(cls=PlanCommand)
@@ -74,9 +85,9 @@ def plan(model: str | None, params: str | None, ranks: str | None, tokens: str |
         raise InputError("give a model (a name, config.json, folder or module:function), or --params with a number of parameters")
     found = answer.plan(
         model,
-        params=_number("params", params) if params else None,
+        params=params,
         ranks=_ranks(ranks) if ranks else None,
-        tokens=_number("tokens", tokens) if tokens else None,
+        tokens=tokens,
         **{name: value for name, value in asked.items() if value is not None},
     )
     if html:
@@ -89,15 +100,6 @@ def plan(model: str | None, params: str | None, ranks: str | None, tokens: str |
     else:
         report.show(console, found)
     sys.exit(DOES_NOT_FIT if answer.fits(found) is False else FITS)
-
-
-def _number(flag: str, text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:[._]\d+)*(?:e\+?\d+)?)([kmbt]?)", text.strip().lower())
-    number = float(match[1].replace("_", "")) if match and match[1].count(".") <= 1 else 0
-    number *= {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 1
-    if not 1 <= number < 1e18:
-        raise InputError(f"--{flag} is {text!r}: give a number such as 70.6e9, 7B or 135M")
-    return number
 
 
 def _ranks(text: str) -> list[int]:

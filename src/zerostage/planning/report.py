@@ -26,7 +26,8 @@ def show(console: Console, plan: Plan) -> None:
     marked = "; x: does not fit" if plan.machine else ""
     console.print(_matrix(plan, f"{unit} {what}{marked}", lambda row: _fitting(row, size, plan)))
     console.print(_matrix(plan, f"{unit} sent per rank and step", lambda row: _number(row.sent_bytes_per_step, size)))
-    ranks = plan.asked.ranks if plan.asked else decided.row.ranks if decided and decided.row else plan.rows[-1].ranks
+    counts = [row.ranks for row in plan.rows]
+    ranks = plan.asked.ranks if plan.asked else decided.ranks if decided and decided.ranks in counts else counts[-1]
     rows = [row for row in plan.rows if row.ranks == ranks]
     if plan.asked and plan.asked not in rows:
         rows.append(plan.asked)
@@ -40,21 +41,20 @@ def show(console: Console, plan: Plan) -> None:
 
 def _head(console: Console, plan: Plan) -> None:
     model, run = plan.model, plan.run
-    trained = model["trainable_parameters"]
-    total = 2 * model["parameters"] + 14 * trained
+    trained, total = model["trainable_parameters"], model["state_bytes"]
     unit, size, power = ("GB", 1e9, "1e9") if total >= 1e9 else ("MB", 1e6, "1e6")
-    counts = f"{model['parameters']:,} parameters"
+    text = "" if model["family"] == "parameters" else f"{model['name']}: "
+    text += f"{model['parameters']:,} parameters"
     if model["active_parameters"] != model["parameters"]:
-        counts += f" ({model['active_parameters']:,} of them used by a token)"
-    name = "" if model["family"] == "parameters" else f"{model['name']}: "
-    if trained == model["parameters"]:
-        console.print(
-            f"{name}{counts} x 16 bytes = {_number(total, size)} {unit} of weights, gradients and optimizer states "
-            f"(bf16, Adam with fp32 master weights); {unit} = {power} bytes", highlight=False,
-        )  # fmt: skip
-    else:
-        console.print(f"{name}{counts}, {trained:,} of them trained; {unit} = {power} bytes", highlight=False)
-    if plan.method != "training state only":
+        text += f" ({model['active_parameters']:,} of them used by a token)"
+    if trained != model["parameters"]:
+        text += f", {trained:,} of them trained"
+    elif total == 16 * model["parameters"]:
+        text += " x 16 bytes"
+    master = "" if run["master"] in ("none", run["weights"]) else f", {run['master']} master weights"
+    kept = f"weights, gradients and optimizer states ({run['weights']}{master}, {run['optimizer']})"
+    console.print(f"{text} = {_number(total, size)} {unit} of {kept}; {unit} = {power} bytes", highlight=False)
+    if plan.method != "training state only" or plan.machine:
         console.print(
             f"A step: {run['accumulation']} x {run['micro_batch']} sequences of {run['sequence']} tokens a rank; {run['checkpointing']} "
             f"activation checkpointing, {run['attention']} attention, {run['loss']} loss, {run['engine']}; {plan.method}", highlight=False,
@@ -63,8 +63,13 @@ def _head(console: Console, plan: Plan) -> None:
 
 def _decision(console: Console, plan: Plan) -> None:
     decided = plan.recommendation
+    if plan.asked:
+        left = f"{_number(abs(plan.asked.left), 1e9)} GB are {'left' if plan.asked.fits else 'missing'}"
+        answer = "fits" if plan.asked.fits else "does not fit"
+        console.print(f"\n[bold]asked for: {plan.asked.layout} on {plan.asked.ranks} ranks {answer}[/bold]: "
+                      f"{_number(plan.asked.peak_allocated, 1e9)} GB at its peak, {left}", highlight=False)  # fmt: skip
     verdict = f"{decided.layout} on {decided.ranks} x {plan.machine['gpu']}" if decided.fits else f"nothing that was tried fits the {plan.machine['gpu']}"
-    console.print(f"\n[bold]{verdict}[/bold]")
+    console.print(f"\n[bold]{'recommended: ' if plan.asked else ''}{verdict}[/bold]", highlight=False)
     for reason in decided.reasons:
         console.print(f"- {reason}", highlight=False)
     room = []
@@ -74,9 +79,6 @@ def _decision(console: Console, plan: Plan) -> None:
         room.append(f"the longest sequence {decided.longest_sequence:,} tokens")
     if room:
         console.print("- " + ", ".join(room), highlight=False)
-    if plan.asked:
-        answer = "fits" if plan.asked.fits else "does not fit"
-        console.print(f"- asked for: {plan.asked.layout} on {plan.asked.ranks} ranks {answer}", highlight=False)
     console.print()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zerostage.partition import STAGES, Partition
+from zerostage.planning.memory.buffers import Buffers
 from zerostage.planning.memory.engines import BUFFERS
 from zerostage.planning.memory.track import Track
 from zerostage.planning.memory.walk import walk
@@ -46,7 +47,7 @@ def row(
 
     simulated: what `simulate.py` found: the track of a later step, the peak of the first one, and the bytes at rest.
     """
-    duration = step(architecture, run, machine, partition, ranks) if machine and timed else None
+    duration = step(architecture, run, machine, partition, ranks) if machine and timed and run.tensor == 1 else None
     buffers = BUFFERS[run.engine](architecture, run, partition, ranks, Track())
     if simulated:
         track, first, rest = simulated
@@ -63,13 +64,14 @@ def row(
     pending = buffers.pending_units * max((buffers.whole(unit) for unit in buffers.units if not unit.resident), default=0)
     low, high = track.peak, sum(track.highest.values()) + pending
     used = high + context if usable is None else min(high + context, usable)
+    left = 0 if usable is None else int(FILL * usable) - track.peak - context
     terms = {name: rest.get(name, 0) for name in ("weights", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers")}
     most = {name: track.highest.get(name, 0) for name in ("gathered", "reduce", "activations", "logits", "optimizer_temporaries")}
     answer = Row(
         stage=partition.stage(ranks), layout=layout(partition, ranks), partition=_degrees(partition), ranks=ranks, engine=run.engine,
         bytes=Bytes(**terms, **most, context=context), phases=track.phases, first_step=first, peak_allocated=track.peak,
         peak_phase=track.peak_phase, reserved_low=low, reserved_high=high, device_used=used,
-        fits=usable is None or track.peak + context <= FILL * usable, left=0 if usable is None else usable - track.peak - context,
+        fits=left >= 0, left=left,
         sent_bytes_per_step=sum(buffers.traffic().values()),
     )  # fmt: skip
     if duration:
@@ -81,6 +83,12 @@ def row(
 
 def _degrees(partition: Partition) -> tuple[int, int, int]:
     return partition.optimizer, partition.gradients, partition.weights
+
+
+def state_bytes(architecture: Architecture, run: Run) -> int:
+    """Weights, gradients and optimizer states of the whole model, as one rank alone would hold them."""
+    buffers = Buffers(architecture, run, Partition(1, 1, 1), 1, Track())
+    return sum(size for term, size in buffers.sizes().items() if term != "buffers")
 
 
 def _state_only(architecture: Architecture, run: Run, partition: Partition, ranks: int) -> Track:

@@ -68,7 +68,6 @@ class Run(BaseModel):
     )
     bucket_view: bool = Field(False, description="gradient_as_bucket_view: gradients lie in DDP's buckets (ddp)")
     tensor: int = Field(1, ge=1, description="tensor-parallel degree (with sequence parallelism of the same degree)")
-    pipeline: int = Field(1, ge=1, description="pipeline stages")
 
     @property
     def autocast(self) -> bool:

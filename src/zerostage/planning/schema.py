@@ -66,8 +66,8 @@ class Row(Answer):
     reserved_low: int = Field(description="what torch's caching allocator will hold, from here ...")
     reserved_high: int = Field(description="... to here")
     device_used: int = Field(description="what nvidia-smi will show, at most: reserved_high and the context, but no more than the card has")
-    fits: bool = Field(description="whether device_used stays within what the card really has")
-    left: int = Field(description="usable bytes of the card less peak_allocated and context; negative: so much is missing")
+    fits: bool = Field(description="whether peak_allocated and context stay within 95% of what the card really has")
+    left: int = Field(description="95% of the card's usable bytes, less peak_allocated and context; negative: so much is missing")
     sent_bytes_per_step: int
     compute_s: float | None = None
     communication_s: float | None = None
@@ -97,6 +97,8 @@ class Recommendation(Answer):
     fits: bool
     reasons: list[str]
     choices: list[Choice] = Field(default_factory=list, description="cheaper or roomier settings, best first")
+    step_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
     activation_room: int | None = Field(None, description="bytes left on the card for activations beside the training state")
     largest_micro_batch: int | None = None
     longest_sequence: int | None = None

@@ -77,7 +77,7 @@ def fill(draft: Draft, table: dict[str, Any], load: Load, ranks: int | None = No
     backend = dynamo.value("dynamo_backend")
     draft.state_run(fused_kernels=None if backend is None else str(backend).lower() != "no")
     top.ignore("fp8_config", ({},), "planned as bf16")
-    top.ignore("megatron_lm_config", ({},), "give --engine megatron with --tensor and --pipeline")
+    top.ignore("megatron_lm_config", ({},), "give --engine megatron with --tensor")
     top.rest(tuple(HARMLESS))
 
 

@@ -77,7 +77,7 @@ def fill(draft: Draft, table: dict[str, Any], weights: str | None = None, ranks:
         ("torch_autocast", "planned by bf16 and fp16 alone"),
         ("compile", "planned without compilation"),
         ("zenflow", "planned without"),
-        ("pipeline", "give --pipeline"),
+        ("pipeline", "pipelines are planned as layouts that are recommended"),
     ):
         disabled = top.table.get(key)
         off = isinstance(disabled, dict) and disabled.get("enabled") is False
@@ -91,7 +91,7 @@ def _copies(draft: Draft, ranks: int | None) -> int | None:
     """Data-parallel ranks among `ranks`."""
     if ranks is None:
         return None
-    apart = draft.run.get("tensor", 1) * draft.run.get("pipeline", 1)
+    apart = draft.run.get("tensor", 1)
     if ranks % apart:
         raise draft.wrong(f"{ranks} ranks cannot be divided into tensor-parallel groups of {apart}")
     return ranks // apart

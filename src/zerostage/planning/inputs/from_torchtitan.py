@@ -69,13 +69,15 @@ def _degrees(draft: Draft, section: Section, experimental: Section) -> int | Non
     tensor = section.whole("tensor_parallel_degree") or 1
     pipeline = section.whole("pipeline_parallel_degree") or experimental.whole("pipeline_parallel_degree") or 1
     context = section.whole("context_parallel_degree") or experimental.whole("context_parallel_degree") or 1
-    draft.state_run(tensor=tensor, pipeline=pipeline)
+    if pipeline > 1:
+        raise draft.wrong(f"pipeline_parallel_degree is {pipeline}: a pipeline is planned as a layout that is recommended, not from a file")
+    draft.state_run(tensor=tensor)
     for key in ("context_parallel_degree", "expert_parallel_degree", "expert_tensor_parallel_degree"):
         section.ignore(key, (1,), "planned without")
     section.ignore("pipeline_parallel_microbatch_size", (), "the local batch is planned as one micro-batch")
     reshard = section.word({"default": None, "always": 3, "never": 2}, "fsdp_reshard_after_forward")
-    # torchtitan's default: weights are freed after forward, except in a pipeline, whose micro-batches would gather them anew
-    stage = reshard or (2 if pipeline > 1 else 3)
+    # torchtitan's default: weights are freed after forward
+    stage = reshard or 3
     if shard == 1:
         stage = 0
         draft.state_run(engine="ddp")
@@ -85,7 +87,7 @@ def _degrees(draft: Draft, section: Section, experimental: Section) -> int | Non
     if shard is None:
         draft.assumed.append("data_parallel_shard_degree is -1 or not given: all ranks that the other degrees leave")
         return None
-    draft.state(ranks=shard * replicate * tensor * pipeline * context)
+    draft.state(ranks=shard * replicate * tensor * context)
     return shard * replicate
 
 

@@ -130,7 +130,7 @@ class Draft:
         elif missing == ["accumulation"]:
             self.run["accumulation"] = total // product
         elif missing:
-            self.state(ranks=total // product * self.run.get("tensor", 1) * self.run.get("pipeline", 1))
+            self.state(ranks=total // product * self.run.get("tensor", 1))
 
     def finish(self) -> Given:
         return Given(

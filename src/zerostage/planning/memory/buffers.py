@@ -97,13 +97,18 @@ class Buffers:
         """Bytes of a unit's whole gradients."""
         return self.padded(unit, True) * self.g
 
+    @property
+    def wire(self) -> int:
+        """Bytes of a gradient's element as it is sent."""
+        return self.g
+
     def traffic(self) -> dict[str, int]:
         """Bytes that this rank sends in a step, by collective."""
         found: Counter[str] = Counter()
         reductions = 1 if self.run.keep_local else self.run.accumulation
         for unit in self.units:
             for trainable in (True, False):
-                sizes = (self.padded(unit, trainable), self.c, self.g if trainable else 0)
+                sizes = (self.padded(unit, trainable), self.c, self.wire if trainable else 0)
                 found.update(self.partition.traffic(self.ranks, *sizes, self.run.accumulation, reductions))
         return dict(found)
 

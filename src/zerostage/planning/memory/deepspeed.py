@@ -43,6 +43,11 @@ class DeepSpeed(Buffers):
 
     kernel = "fused"
 
+    def traffic(self) -> dict[str, int]:
+        """Stages 1 and 2 all-reduce gradients where a reduce-scatter would do."""
+        found = super().traffic()
+        return {**found, "reduce_scatter": found["reduce_scatter"] * (2 if self.stage in (1, 2) else 1)}
+
     def divide(self) -> tuple[Unit, ...]:
         return matrices_alone(self.architecture)
 

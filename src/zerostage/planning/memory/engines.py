@@ -46,6 +46,10 @@ class FSDP2(Buffers):
         wide = self.run.fp32_reduce if self.run.fp32_reduce is not None else self.g == 4
         self.reduce_itemsize = 4 if wide else self.c
 
+    @property
+    def wire(self) -> int:
+        return self.reduce_itemsize
+
     def sizes(self) -> dict[str, int]:
         """All terms are divided alike, at stage 2 too; weights are kept as masters."""
         found = super().sizes()
@@ -144,6 +148,10 @@ class FSDP1(Buffers):
         super().__init__(*arguments)
         self.reshards = self.partition.weights > 1
         self.held: set[str] = set()
+
+    @property
+    def wire(self) -> int:
+        return 4 if self.run.fp32_reduce else self.c
 
     def sizes(self) -> dict[str, int]:
         found = super().sizes()

@@ -61,7 +61,7 @@ def write(path: str | PathLike[str], plan: Plan) -> None:
 def subject(plan: Plan) -> str:
     """'llama-3.1-70b on 8 x 8 h100': what the plan is about."""
     machine = plan.machine
-    count = " x ".join(str(machine[key]) for key in ("nodes", "gpus_per_node") if machine.get(key))
+    count = " x ".join(str(machine[key]) for key in ("nodes", "gpus_per_node") if machine.get("nodes"))
     where = " ".join(filter(None, (count, str(machine.get("gpu") or ""))))
     return f"{plan.model.get('name') or 'a model'}" + (f" on {where}" if where else "")
 

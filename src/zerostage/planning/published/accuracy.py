@@ -59,7 +59,7 @@ def _judge(case: Case) -> list[Verdict]:
     machine = None
     if case.gpu:
         try:
-            world = case.ranks * case.run.tensor * case.run.pipeline
+            world = case.ranks * case.run.tensor
             machine = hardware.machine(case.gpu, max(1, world // 8), min(8, world))
         except InputError:
             machine = None  # a card that is not in the table: memory only
@@ -105,7 +105,8 @@ def summary(verdicts: list[Verdict]) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, str], list[float]] = {}
     for v in verdicts:
         if v.kind != "out of memory":
-            for engine in (v.case.run.engine, "all"):
+            own = v.case.run.engine + (", tensor parallel" if v.case.run.tensor > 1 else "")
+            for engine in (own, "all"):
                 groups.setdefault((engine, v.kind), []).append(abs(v.error))
     found = []
     for (engine, kind), errors in sorted(groups.items(), key=lambda item: (item[0][0] == "all", item[0])):

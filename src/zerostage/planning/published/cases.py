@@ -71,9 +71,11 @@ def case(row: dict[str, Any]) -> Case:
     missing = []
     engine = _engine(name, row.get("n_gpus"))
     if engine is None:
-        missing.append("an engine that is modelled")
+        missing.append("modelled engine")
     if not kind and found.fitted:
         missing.append("what was measured")
+    if (row.get("pp") or 1) > 1:
+        missing.append("pipeline parallelism, which is planned as a layout only")
     if row.get("offload") not in (None, "none"):
         missing.append("offload with all its options")
     stage, world = row.get("zero_stage"), row.get("n_gpus")
@@ -176,7 +178,7 @@ def _run(row: dict[str, Any], engine: str) -> Run:
         "implementation": "torchtitan" if titan else "transformers", "fused_kernels": fast or bool(row.get("compile")) or "compile" in tune,
         "loss": "chunked" if "chunk" in extra.lower() or "chunked CE" in tune else "fused" if fast else "whole",
         "keep_logits": titan and bool(pull) and int(pull[1]) <= TITAN_KEPT_LOGITS, "shifted_copy": "trainer" in name,
-        "lora_rank": row.get("lora_rank") or 0, "tensor": row.get("tp") or 1, "pipeline": row.get("pp") or 1,
+        "lora_rank": row.get("lora_rank") or 0, "tensor": row.get("tp") or 1,
     }  # fmt: skip
     if "torchtune" in name:
         values["optimizer_kernel"] = "fused"  # what its recipes state

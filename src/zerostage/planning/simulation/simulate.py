@@ -115,6 +115,13 @@ def simulate(
                     f"what {type(model).__name__} computes depends on values ({error.args[0]}), which a simulation has not: "
                     "use the closed form, or code without that"
                 ) from None
+            except TypeError as error:
+                if "argument" not in str(error):
+                    raise
+                raise InputError(
+                    f"{type(model).__name__} does not take what a simulation gives it, input_ids and labels [micro-batch, sequence] "
+                    f"({error}): wrap it in a module that does and returns the loss"
+                ) from None
         sent = zerostage.traffic(model).bytes
     first, later = steps.lives.tracks()
     return Simulation(later, first, at_rest, sent, time.perf_counter() - started)

@@ -92,8 +92,8 @@ def step(
     `units`: other than the architecture's. Raises InputError for tensor or pipeline parallelism (see `layout3d`), for ranks
     that the partition does not divide, and for a dtype that the card lacks.
     """
-    if run.tensor > 1 or run.pipeline > 1:
-        raise InputError("tensor or pipeline parallelism is timed by layout3d.timed, not by duration.step")
+    if run.tensor > 1:
+        raise InputError("the time of tensor parallelism is estimated for 3D layouts only")
     machine.check(run.weights)
     try:
         partition.check(ranks)

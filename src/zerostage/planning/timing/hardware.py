@@ -183,7 +183,7 @@ class Machine:
         """For the answer: GB/s are 1e9 bytes per second one way, a network's of a whole node."""
         return {
             "gpu": self.card.name, "nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "ranks": self.ranks,
-            "memory_bytes": self.card.memory_bytes, "usable_bytes": self.card.usable_bytes,
+            "usable_bytes": self.card.usable_bytes,
             "context_bytes": self.card.context_bytes, "peak_tflops": self.card.flops_peak / 1e12,
             "planned_tflops": self.card.flops / 1e12, "memory_gb_s": self.card.bandwidth / 1e9,
             "link_gb_s": self.card.link_bytes_per_s / 1e9,

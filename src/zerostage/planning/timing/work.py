@@ -58,11 +58,12 @@ def product_parameters(architecture: Architecture) -> int:
 def flops_per_token(architecture: Architecture, sequence: int) -> float:
     """Model FLOPs of forward and backward for one token, by which model FLOP utilisation is usually counted.
 
-    6 N + 12 l h q t: N without looked-up embeddings, l layers of h heads of size q over t tokens; the causal half is not
+    6 N + 12 l h q t: N (of which frozen weights count 4, having no gradient of their own) without looked-up embeddings, l layers of h heads of size q over t tokens; the causal half is not
     taken off, nothing is recomputed (torchtitan's convention, from PaLM, appendix B), so that published figures compare.
     """
     scores = sum(12 * block.heads * block.head_dim * min(sequence, block.window or sequence) for block in architecture.blocks)
-    return 6 * product_parameters(architecture) + scores
+    frozen = sum(w.numel * w.active for w in architecture.weights if not w.trainable and not is_lookup(w, architecture))
+    return 6 * product_parameters(architecture) - 2 * frozen + scores
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def test_state_and_optimizer_phase_are_within_1_percent(verdicts) -> None:
 def test_allocated_peaks_are_within_5_percent_at_the_median(verdicts) -> None:
     errors = sorted(abs(v.error) for v in of(verdicts, "allocated", "active"))
     assert statistics.median(errors) < 0.05 and len(errors) >= 30
-    # what is known to be worse: tensor parallelism in torchtitan of early 2024, which is not understood
+    # what is known to be worse: tensor parallelism in torchtitan of early 2024, whose freed buffers stayed active (docs/plan.md)
     worse = {v.case.id for v in of(verdicts, "allocated", "active") if abs(v.error) > 0.06}
     assert worse == {"c034", "c036"}
 

@@ -222,7 +222,7 @@ def test_where_a_process_group_is_in_use_it_runs_in_another_process() -> None:
     [
         (dict(engine="fsdp2"), 3, 2, "does not have the engine fsdp2"),
         (dict(optimizer="adafactor"), 3, 2, "adafactor"),
-        (dict(tensor=2), 3, 2, "tensor or pipeline"),
+        (dict(tensor=2), 3, 2, "tensor parallelism"),
         ({}, 4, 2, "stage is 4"),
         ({}, zerostage.Partition(4, 4, 4), 6, "must divide 6"),
     ],

@@ -89,7 +89,7 @@ def plan(
     further = 0  # numbers of ranks beyond the smallest that something fits on
     for n in counts:
         fleet = machine.with_ranks(n) if machine else None
-        found = [p for p in partitions(n, machine.gpus_per_node if machine else n) if p.stage(n) in engine.stages]
+        found = [p for p in partitions(n, machine.gpus_per_node if machine else n) if n == 1 or p.stage(n) in engine.stages]
         wanted = None
         if not fixed or n == counts[-1]:
             wanted = _wanted(stage, partition, n, settings.engine) if partition is None or n % partition.optimizer == 0 else None

@@ -260,6 +260,8 @@ class DeepSpeed(Buffers):
             self.track.change("reduce", copy)
             self.track.change("reduce", -copy)
         if self.stage == 1 and last and not self.whole_fp32:
+            missing = self.g * self.trained - self.track.now["gradients"]  # what no tape has, of biases and positions
+            self.track.change("gradients", max(0, missing))
             for elements in (self.elements(w) for w in self.architecture.weights if w.trainable):
                 self._fill(elements, "gradients", self.g * elements)
         if self.filled:

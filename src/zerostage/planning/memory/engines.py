@@ -94,10 +94,11 @@ class FSDP2(Buffers):
         self.backward = True
 
     def arrive(self, unit: Unit, elements: int) -> None:
-        self.track.change("reduce", elements * self.c)
+        self.add(unit, elements * self.c)
 
     def reduce(self, unit: Unit, following: list[Unit]) -> None:
         elements = self.padded(unit, True)
+        self.complete(unit)
         if unit.name in self.held:
             self.held.discard(unit.name)
             self.track.change("gathered", -self.whole(unit))
@@ -114,7 +115,7 @@ class FSDP2(Buffers):
         n = self.partition.optimizer
         self.track.change("reduce", elements * self.reduce_itemsize // n)
         self.keep(unit, elements * self.g // n)
-        self.track.change("reduce", -elements * self.reduce_itemsize // n)
+        self.track.change("reduce", -(elements * self.reduce_itemsize // n))
 
     def end_backward(self) -> None:
         self.track.change("reduce", -self.track.now["reduce"])
@@ -183,10 +184,11 @@ class FSDP1(Buffers):
         self.backward = True
 
     def arrive(self, unit: Unit, elements: int) -> None:
-        self.track.change("reduce", elements * self.c)
+        self.add(unit, elements * self.c)
 
     def reduce(self, unit: Unit, following: list[Unit]) -> None:
         self._release(unit)
+        self.complete(unit)
         elements, n = self.padded(unit, True), self.partition.optimizer
         self.track.change("reduce", elements * self.c)  # put together, beside the parts
         self.track.change("reduce", -elements * self.c)
@@ -196,7 +198,7 @@ class FSDP1(Buffers):
             return
         self.track.change("reduce", elements * self.c // n)
         self.keep(unit, elements * self.g // n)
-        self.track.change("reduce", -elements * self.c // n - elements * self.c)
+        self.track.change("reduce", -(elements * self.c // n) - elements * self.c)
 
     def end_backward(self) -> None:
         self.backward = False

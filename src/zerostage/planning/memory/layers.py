@@ -37,6 +37,8 @@ class Layers:
         self.wide = 4 if run.autocast else self.c
         self.tokens = run.tokens
         self.between = -(-run.tokens // run.tensor)  # tokens of a tensor between blocks, under sequence parallelism
+        #: torchtitan's tensor parallelism (apply_tp in parallelize_llama.py): DTensors, and the loss on slices of the vocabulary
+        self.gathers = run.implementation == "torchtitan" and run.tensor > 1
         self.hidden = architecture.hidden
         self.inside = {unit.name: unit.weights for unit in architecture.units}
         self._biased: frozenset[str] = frozenset()
@@ -76,6 +78,25 @@ class Layers:
     def _cast(self, tape: Tape, x: Tensor, elements: int) -> Tensor:
         """What autocast gives to a matrix product: a 16-bit copy of an fp32 tensor, one for each product that it goes into."""
         return tape.op("cast", [x], [self.c * elements], term=x.term) if x.size > self.c * elements else x
+
+    def _gathered(self, tape: Tape, x: Tensor) -> Tensor:
+        """All tokens of what each rank has a slice of. Matrix products save the whole; backward gathers nothing anew."""
+        if not self.gathers:
+            return x
+        size = self.run.tensor * x.size
+        return tape.op("all_gather", [x], [size], forward_temp=self._moved(size), backward_temp=size)
+
+    def _scattered(self, tape: Tape, x: Tensor) -> Tensor:
+        """A rank's tokens of a sum over ranks. torchtitan's selective checkpointing keeps what reduce_scatter_tensor gives."""
+        if not self.gathers:
+            return x
+        rest = {"forward_temp": x.size, "backward_temp": self._moved(x.size), "kept_by_policy": True}
+        return tape.op("reduce_scatter", [x], [x.size // self.run.tensor], **rest)
+
+    def _moved(self, size: int) -> int:
+        """Bytes of the copy that puts gathered slices of the second dimension, the sequence, in their places: none where the
+        first is 1. Before a reduce-scatter the slices are always copied (_functional_collectives.py)."""
+        return size if self.run.micro_batch > 1 else 0
 
     def _norm(self, tape: Tape, x: Tensor, kind: str, width: int, rows: int) -> Tensor:
         """LayerNorm is one kernel that saves its input. RMSNorm in transformers and torchtitan is written out:
@@ -218,7 +239,7 @@ class Layers:
 
     def block(self, block: Block) -> Tape:
         """norm, attention, add, norm, MLP, add."""
-        key = (replace(block, name=""), self.architecture.trains(block.name), self._biases(block.name))
+        key = (replace(block, name="", activation=str(block.activation)), self.architecture.trains(block.name), self._biases(block.name))
         if key not in self._blocks:
             self._blocks[key] = self._block(*key)
         return self._blocks[key]
@@ -239,16 +260,17 @@ class Layers:
         x = Tensor(size)
         tape = Tape(x)
         n = self._norm(tape, x, block.norm, self.hidden, rows)
-        a = self._attention(tape, n, block)
+        n = self._gathered(tape, n)
+        a = self._scattered(tape, self._attention(tape, n, block))
         if block.norms == 1:  # attention and MLP side by side, of one norm
-            m = self._mlp(tape, n, block, block.ffn)
+            m = self._scattered(tape, self._mlp(tape, n, block, block.ffn))
             tape.op("add", [tape.op("add", [a, m], [size], same_grad=True), x], [size], same_grad=True)
             return tape
         if block.norms == 4:
             a = self._norm(tape, a, block.norm, self.hidden, rows)
         y = tape.op("add", [x, a], [size], same_grad=True)
-        n = self._norm(tape, y, block.norm, self.hidden, rows)
-        m = self._experts(tape, n, block) if block.experts else self._mlp(tape, n, block, block.ffn)
+        n = self._gathered(tape, self._norm(tape, y, block.norm, self.hidden, rows))
+        m = self._scattered(tape, self._experts(tape, n, block) if block.experts else self._mlp(tape, n, block, block.ffn))
         if block.norms == 4:
             m = self._norm(tape, m, block.norm, self.hidden, rows)
         tape.op("add", [y, m], [size], same_grad=True)
@@ -258,15 +280,17 @@ class Layers:
         self.trained = trained
         tape = Tape(None)
         elements = self.architecture.vocab * self.hidden // self.run.tensor
-        size, tables = self.wide * self.between * self.hidden, Tensor(self._tables())
+        rows = self.tokens if self.gathers else self.between  # of a slice of the table, before the sum over ranks
+        size, tables = self.wide * rows * self.hidden, Tensor(self._tables())
         x = tape.op(
             "embedding", [Tensor(0, needs_grad=False)], [size, tables.size], needs_grad=True, saves=[tables], **self._trains(elements)
         )
         if trained and self.architecture.tied:
             tape.ops[-1].leaves = -self.c * elements
         tape.ops[-1].outputs[1] = tables
+        x = self._scattered(tape, x)
         if self.architecture.family in GEMMA:
-            tape.op("scale", [x], [size])
+            tape.op("scale", [x], [x.size])
         return tape
 
     def _tables(self) -> int:
@@ -290,13 +314,15 @@ class Layers:
         tape = Tape(x)
         norm = self.architecture.blocks[-1].norm if self.architecture.blocks else "rms"
         n = self._cast(tape, self._norm(tape, x, norm, self.hidden, self.between), self.between * self.hidden)
+        n = self._gathered(tape, n)
         size = -(-self.tokens // (run.chunks if run.loss == "chunked_head" else 1)) * self.architecture.vocab
-        if run.implementation == "megatron":  # elsewhere the logits are put together before the loss
+        if run.implementation == "megatron" or self.gathers:  # elsewhere the logits are put together before the loss
             size //= run.tensor
         elements = self.architecture.vocab * self.hidden // run.tensor
         logits = tape.op("logits", [n], [c * size], saves="in", term="logits", **self._trains(elements))
+        product = tape.ops[-1]
         if trained and self.architecture.tied:  # autograd holds this gradient until that of the embedding is there to be added
-            tape.ops[-1].weight, tape.ops[-1].leaves = 0, c * elements
+            product.weight, product.leaves = 0, c * elements
         if self.architecture.family in SOFT_CAPS:
             logits = self._soft_cap(tape, logits, c * size)
         if run.loss == "chunked":
@@ -309,17 +335,33 @@ class Layers:
         if run.loss == "fused":
             tape.op("cross_entropy", [wide], [4], saves="in", term="logits", overwrites=True)
             return tape
-        log = tape.op("log_softmax", [wide], [4 * size], saves="out", term="logits")
+        # on slices of the vocabulary it is written out, and exp has a copy of its own (torch/distributed/tensor/parallel/loss.py)
+        exp = 4 * size if self.gathers else 0
+        log = tape.op("log_softmax", [wide], [4 * size], saves="out", term="logits", forward_temp=exp, backward_temp=exp)
         # the model's forward still has the logits in hand, and the labels are kept
         labels = Tensor(8 * self.tokens, "logits", False)
         tape.op("nll_loss", [log], [4], term="logits", saves=[labels], holds=(logits,))
         tape.ops[-1].outputs.append(labels)
+        if trained and run.loss == "chunked_head" and run.chunks > 1:
+            # the gradient of the head's weight is there from the first chunk on, and each chunk's is added to it
+            tape.ops[-1].leaves = c * elements
+            if self.architecture.tied:  # what is left of the sum for the embedding is left by the operation that backward does next
+                tape.ops[tape.ops.index(product) - 1].leaves = c * elements
+            product.leaves = -c * elements
         return tape
 
     def _loss(self, tape: Tape, logits: Tensor, size: int, chunk: int, saves: str) -> Tape:
-        """A loss over chunks of tokens, each of which passes through fp32."""
-        kept = [Tensor(size, "logits", False)] if saves == "out" else [logits]
-        tape.op("chunked loss", [logits], [4], saves=kept, term="logits", forward_temp=chunk, backward_temp=2 * chunk)
-        if saves == "out":
-            tape.ops[-1].outputs += kept
+        """A loss over chunks of tokens, each of which passes through fp32: `size` bytes in all, `chunk` of one of them.
+
+        In backward a chunk has two fp32 gradients at once, beside what is kept of all; in the end its own and the others'
+        gradients in the logits' dtype are put together, when nothing is kept any more.
+        """
+        if saves == "in":
+            tape.op("chunked loss", [logits], [4], saves=[logits], term="logits")
+            return tape
+        kept = Tensor(size, "logits", False)
+        passing = max(2 * chunk, 2 * logits.size - size) - logits.size  # beside the gradient of all logits, made at once here
+        cast = chunk if self.c < 4 else 0
+        tape.op("chunked loss", [logits], [4], saves=[kept], term="logits", forward_temp=cast, backward_temp=passing)
+        tape.ops[-1].outputs.append(kept)
         return tape

@@ -154,9 +154,12 @@ class Tape:
                     else:
                         grads[id(t)] = [t.size, 1, t.term]
             yield from (Event(term, size) for term, size in made if size)
+            if op.leaves < 0:  # autograd adds the gradient that was left into memory of its own
+                yield Event("reduce", -2 * op.leaves)
+                yield Event("reduce", 3 * op.leaves)
             if op.weight:
                 yield Event("gradient", op.weight)
-            if op.leaves:
+            if op.leaves > 0:
                 yield Event("reduce", op.leaves)
             for grad in mine:
                 grad[1] -= 1

@@ -71,6 +71,7 @@ def closed_form(config: Mapping[str, Any], name: str, source: str) -> Architectu
     if parts.unmodelled:
         assumed.append(f"{parts.unmodelled}: parameters are exact, activations are not modelled in closed form")
     made_for = fields.get("architectures", [])
+    made_for = made_for if isinstance(made_for, list) else [made_for]
     if made_for and not any(str(one).endswith(("CausalLM", "LMHeadModel")) for one in made_for):
         assumed.append(f"taken as a causal language model, though {source} names {made_for[0]}")
     return Architecture(

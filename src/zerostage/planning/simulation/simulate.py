@@ -156,7 +156,7 @@ def _check(run: Run, device: str) -> None:
         "a fused loss": run.loss == "fused",
         "a shifted copy of the logits": run.shifted_copy,
         "logits kept while backward runs": run.keep_logits,
-        "tensor or pipeline parallelism": run.tensor > 1 or run.pipeline > 1,
+        "tensor parallelism": run.tensor > 1,
         "an fp32 reduction beside narrower gradients (use gradients fp32)": bool(run.fp32_reduce)
         and (run.gradients or run.weights) != "fp32",
         f"the device {device} (use cuda or cpu)": device not in ("cuda", "cpu"),

@@ -129,6 +129,8 @@ def card(name: str) -> Card:
     Without a memory size the largest that is common is taken (A100: 80 GB, H100: 80 GB). Raises InputError with the
     nearest known name.
     """
+    if not isinstance(name, str):
+        raise InputError(f"{name!r} is no card: give its name, for example h100")
     text = re.sub(r"[^a-z0-9.]+", " ", _VENDORS.sub(" ", name.lower())).strip()
     base = next((base for base in _BASES if re.match(rf"{re.escape(base)}(?!\d)", text)), None)
     parts = text[len(base) :].split() if base else []

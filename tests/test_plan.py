@@ -18,6 +18,7 @@ from zerostage.planning.memory.walk import walk
 from zerostage.planning.model import resolve as models
 from zerostage.planning.run import Run
 from zerostage.planning.schema import Bytes, Plan, Recommendation, Row
+from zerostage.planning.timing.habits import Traffic
 
 GIB = 2**30
 
@@ -130,8 +131,8 @@ def test_B2_frozen_weights_have_no_gradient_nor_state() -> None:
     sizes = buffers.sizes()
     padded = sum(-(-w.numel // 64) * 64 for w in frozen.weights if w.trainable)
     assert sizes["gradients"] == 2 * padded and sizes["master"] == sizes["exp_avg"] == 4 * padded
-    reduced = buffers.traffic()["reduce_scatter"], BUFFERS["zerostage"](frozen, Run(lora_rank=8), Partition.from_stage(2, 2), 2, Track())
-    assert reduced[0] == 0 and padded <= reduced[1].traffic()["reduce_scatter"] <= padded + 64 * 2 * 17
+    assert Traffic(Run(), Partition.from_stage(3, 1), 1).sent(frozen.parameters, padded) == 0
+    assert Traffic(Run(), Partition.from_stage(2, 2), 2).sent(frozen.parameters, padded) == 2 * padded  # half of 2 bytes, twice
 
 
 # The walk

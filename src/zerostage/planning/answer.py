@@ -15,12 +15,11 @@ from zerostage.planning.memory.engines import BUFFERS
 from zerostage.planning.model import resolve as models
 from zerostage.planning.model.architecture import Architecture
 from zerostage.planning.recommend import Candidate, recommend
-from zerostage.planning.rows import FILL, partitions, row, state_bytes
+from zerostage.planning.rows import partitions, row, state_bytes
 from zerostage.planning.run import Run
 from zerostage.planning.schema import Plan, Row
 from zerostage.planning.timing import hardware
-from zerostage.planning.timing.hardware import Machine
-from zerostage.planning.timing.network import parse as network_of
+from zerostage.planning.timing.hardware import FILL, Machine
 
 DEFAULT_RANKS = (8, 16, 32, 64)
 #: Where the number of nodes is open: no plan looks further.
@@ -73,10 +72,11 @@ def plan(
     if here or calibration:
         nodes = nodes or 1
     machine = _machine(gpu, nodes, gpus_per_node, network, here, calibration, assumed)
+    assumed += machine.assumed if machine else ()
     if stage is None and partition is None:
         stage, partition = given.stage, _divided(given)
     counts, ranks_given = _counts(machine, nodes, ranks or (given.ranks and given.ranks // settings.tensor))
-    candidates, tracks = [], {}
+    candidates: list[Candidate] = []
     engine = BUFFERS[settings.engine]
     fixed = ranks_given or machine is None  # else the smallest number of ranks is looked for
     _wanted(stage, partition, counts[-1], settings.engine)  # a mistake is told before anything is computed
@@ -96,8 +96,7 @@ def plan(
         for candidate in [*found, *([wanted] if wanted and wanted not in found else [])]:
             simulated = _simulated(source_model, settings, candidate, n) if simulate and wanted in (None, candidate) else None
             answer, track, duration = row(architecture, settings, candidate, n, fleet, simulated=simulated)
-            candidates.append(Candidate(candidate, answer, duration))
-            tracks[candidate, n] = track
+            candidates.append(Candidate(candidate, answer, duration, track))
             if candidate == wanted and (asked is None or not asked.row.fits):
                 asked = candidates[-1]
         further += asked.row.fits if asked else any(c.row.fits for c in candidates)
@@ -105,10 +104,8 @@ def plan(
             counts = counts[: counts.index(n) + 1]
             break
     recommendation = recommend(architecture, settings, machine, candidates, ranks_given, tokens) if machine and candidates else None
-    for candidate in candidates[-1:]:
-        assumed += candidate.duration.assumed if candidate.duration else ()
+    assumed += candidates[-1].duration.assumed if candidates and candidates[-1].duration else ()
     shown = asked or next((c for c in candidates if recommendation and c.row == recommendation.row), None)
-    track = tracks.get((shown.partition, shown.row.ranks)) if shown else None
     return Plan(
         model=_model(architecture, settings),
         machine={**machine.describe(), "nodes": nodes} if machine else {},
@@ -117,7 +114,7 @@ def plan(
         rows=[c.row for c in candidates],
         asked=asked.row if asked else None,
         recommendation=recommendation,
-        timeline=track.moments if track else [],
+        timeline=shown.track.moments if shown and shown.track else [],
         spans=shown.duration.spans if shown and shown.duration else [],
         assumed=list(dict.fromkeys(assumed)),
         left_out=[*left_out, *_left_out(architecture, machine, settings, simulate)],
@@ -204,7 +201,7 @@ def _machine(
         from zerostage.planning.inputs.here import here as cards
 
         found = cards()
-        built = hardware.machine(found["name"], nodes or 1, gpus_per_node or found["gpus_per_node"], network, assumed)
+        built = hardware.machine(found["name"], nodes or 1, gpus_per_node or found["gpus_per_node"], network)
         card = replace(built.card, usable_bytes=found["memory_bytes"])
         if found["link_bytes_per_s"]:
             card = replace(card, link_bytes_per_s=found["link_bytes_per_s"])
@@ -216,10 +213,7 @@ def _machine(
     if gpus_per_node is None:
         gpus_per_node = 8
         assumed.append("8 GPUs a node")
-    found = hardware.machine(gpu, nodes or 1, gpus_per_node, network, assumed)
-    if network and found.network is None:  # how many nodes there will be is open
-        found = replace(found, network=network_of(network, gpus_per_node))
-    return found
+    return hardware.machine(gpu, nodes or 1, gpus_per_node, network)
 
 
 def _counts(machine: Machine | None, nodes: int | None, ranks: int | list[int] | None) -> tuple[list[int], bool]:

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 from zerostage.partition import GRADIENTS, WEIGHTS, Partition
 from zerostage.planning.memory.engines import BUFFERS
+from zerostage.planning.memory.track import Track
 from zerostage.planning.model.adapters import linear_weights, with_lora
 from zerostage.planning.model.architecture import Architecture
-from zerostage.planning.rows import FILL, row, state_bytes
+from zerostage.planning.rows import row, state_bytes
 from zerostage.planning.run import Run
-from zerostage.planning.schema import Choice, Recommendation, Row
+from zerostage.planning.schema import STATE, Choice, Recommendation, Row
 from zerostage.planning.timing import layout3d
 from zerostage.planning.timing.duration import Duration
-from zerostage.planning.timing.hardware import Machine
+from zerostage.planning.timing.hardware import FILL, Machine
 
-#: No number of GPUs beyond this one is looked at.
+#: Where nothing fits, no number of GPUs beyond this one is looked at.
 MOST_RANKS = 16384
 #: Estimates of time err by so much: a stage that is faster by less is not faster.
 SURE = 0.25
@@ -29,6 +30,7 @@ class Candidate:
     partition: Partition
     row: Row
     duration: Duration | None
+    track: Track | None = None
 
 
 def recommend(
@@ -68,7 +70,7 @@ def _best(fitting: list[Candidate]) -> Candidate:
 
 
 def _answer(best: Candidate, machine: Machine, reasons: list[str]) -> Recommendation:
-    state = sum(getattr(best.row.bytes, term) for term in ("weights", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers"))
+    state = sum(getattr(best.row.bytes, term) for term in STATE)
     stage = best.row.stage if best.row.stage is not None else 3 if best.partition.weights > 1 else None
     return Recommendation(
         stage=stage, ranks=best.row.ranks, layout=best.row.layout, data=best.row.ranks, engine=best.row.engine,
@@ -80,7 +82,7 @@ def _answer(best: Candidate, machine: Machine, reasons: list[str]) -> Recommenda
 def _state(architecture: Architecture, run: Run, best: Candidate) -> str:
     """How much training state there is in all, and what a rank holds of it."""
     whole = state_bytes(architecture, run)
-    held = sum(getattr(best.row.bytes, term) for term in ("weights", "gradients", "master", "exp_avg", "exp_avg_sq"))
+    held = sum(getattr(best.row.bytes, term) for term in STATE if term != "buffers")
     text = f"{architecture.parameters:,} parameters"
     if architecture.trainable_parameters != architecture.parameters:
         text += f", {architecture.trainable_parameters:,} of them trained,"
@@ -150,11 +152,10 @@ def _nothing_fits(
     architecture: Architecture, run: Run, machine: Machine, candidates: list[Candidate], counts: list[int], fitting: list[int]
 ) -> Recommendation:
     least = min(candidates, key=lambda c: (c.row.ranks != counts[-1], c.row.peak_allocated))
-    missing = least.row.peak_allocated + least.row.bytes.context - int(FILL * machine.card.usable_bytes)
     reasons = [
         _state(architecture, run, least),
         f"nothing fits on {_gpus(least.row.ranks)}: {least.row.layout} needs {_gb(least.row.peak_allocated)} a rank in its "
-        f"{least.row.peak_phase} phase, {_gb(missing)} more than can be planned with on the {machine.card.name} ({FILL:.0%} of {_gb(machine.card.usable_bytes)} less the context)",
+        f"{least.row.peak_phase} phase, {_gb(-least.row.left)} more than can be planned with on the {machine.card.name} ({FILL:.0%} of {_gb(machine.card.usable_bytes)} less the context)",
     ]
     answer = _answer(least, machine, reasons)
     answer.choices = choices(architecture, run, machine, least)
@@ -163,7 +164,7 @@ def _nothing_fits(
     while ranks < MOST_RANKS and enough is None:
         ranks *= 2
         found = row(architecture, run, Partition.from_stage(last, ranks), ranks, None, timed=False)[0]
-        if found.peak_allocated + least.row.bytes.context <= FILL * machine.card.usable_bytes:
+        if machine.card.left(found.peak_allocated) >= 0:
             enough = found
     if enough:
         answer.reasons.append(f"stage {last} fits from about {_gpus(enough.ranks)} ({_gb(enough.peak_allocated)} a rank)")

@@ -7,11 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
-from zerostage.planning.schema import Plan, Row
-
-_STATE = ("weights", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers")
-_PASSING = ("gathered", "reduce", "activations", "logits", "optimizer_temporaries")
-_PHASES = ("forward", "loss", "backward", "step")
+from zerostage.planning.schema import PASSING, PHASES, STATE, Plan, Row
 
 
 def show(console: Console, plan: Plan) -> None:
@@ -123,11 +119,11 @@ def _whole(rows: list[Row], ranks: int, unit: str, size: float, plan: Plan) -> T
     def line(name: str, cell: Callable[[Row], str], last: bool = False) -> None:
         table.add_row(name, *(cell(row) for row in rows), end_section=last)
 
-    for group in (_STATE, _PASSING):
+    for group in (STATE, PASSING):
         shown = [term for term in group if any(getattr(row.bytes, term) for row in rows)]
         for term in shown:
             line(term.replace("optimizer_", "step "), lambda row: _number(getattr(row.bytes, term), size), term == shown[-1])
-    for phase in _PHASES:
+    for phase in PHASES:
         line(f"{phase}, at most", lambda row: _number(row.phases.get(phase, 0), size))
     line("first step", lambda row: _number(row.first_step, size), True)
     line("peak allocated", lambda row: _number(row.peak_allocated, size))

@@ -9,13 +9,10 @@ from zerostage.planning.memory.track import Track
 from zerostage.planning.memory.walk import walk
 from zerostage.planning.model.architecture import Architecture
 from zerostage.planning.run import Run
-from zerostage.planning.schema import Bytes, Row
+from zerostage.planning.schema import PASSING, STATE, Bytes, Row
 from zerostage.planning.timing.duration import Duration, step
+from zerostage.planning.timing.habits import Traffic
 from zerostage.planning.timing.hardware import Machine
-
-#: How much of the card a plan fills. torch's allocator cannot use all of it: blocks that were cut for one size stay where
-#: they are while a neighbour lives, and it takes memory from the driver in pieces of 2 MiB to 20 MiB and more.
-FILL = 0.95
 
 
 def partitions(ranks: int, ranks_per_node: int) -> list[Partition]:
@@ -57,22 +54,22 @@ def row(
         # the first step makes the optimizer's states at its end
         states = rest["exp_avg"] + rest["exp_avg_sq"]
         first = max(size - states * (phase != "step") for phase, size in track.phases.items())
+    traffic = Traffic(run, partition, ranks)
     context = machine.card.context_bytes if machine else 0
     usable = machine.card.usable_bytes if machine else None
     # The caching allocator takes from the driver at least the peak, where every freed block is used again at once, and at
     # most what each term needs at most, where none is ever used for another (and what another stream may still use).
-    pending = buffers.pending_units * max((buffers.whole(unit) for unit in buffers.units if not unit.resident), default=0)
-    low, high = track.peak, sum(track.highest.values()) + pending
+    low, high = track.peak, sum(track.highest.values()) + buffers.pending()
     used = high + context if usable is None else min(high + context, usable)
-    left = 0 if usable is None else int(FILL * usable) - track.peak - context
-    terms = {name: rest.get(name, 0) for name in ("weights", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers")}
-    most = {name: track.highest.get(name, 0) for name in ("gathered", "reduce", "activations", "logits", "optimizer_temporaries")}
+    left = machine.card.left(track.peak) if machine else 0
+    terms = {name: rest.get(name, 0) for name in STATE}
+    most = {name: track.highest.get(name, 0) for name in PASSING}
     answer = Row(
         stage=partition.stage(ranks), layout=layout(partition, ranks), partition=_degrees(partition), ranks=ranks, engine=run.engine,
         bytes=Bytes(**terms, **most, context=context), phases=track.phases, first_step=first, peak_allocated=track.peak,
         peak_phase=track.peak_phase, reserved_low=low, reserved_high=high, device_used=used,
         fits=left >= 0, left=left,
-        sent_bytes_per_step=sum(buffers.traffic().values()),
+        sent_bytes_per_step=round(sum(traffic.sent(buffers.stored(unit) / buffers.c, buffers.padded(unit, True)) for unit in buffers.units)),
     )  # fmt: skip
     if duration:
         answer.compute_s, answer.communication_s = duration.compute_s, duration.communication_s

@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Engine = Literal["zerostage", "fsdp2", "fsdp1", "deepspeed", "ddp", "megatron"]
-ENGINES: tuple[str, ...] = ("zerostage", "fsdp2", "fsdp1", "deepspeed", "ddp", "megatron")
 
 
 class Run(BaseModel):
@@ -80,5 +79,7 @@ class Run(BaseModel):
         return self.micro_batch * self.sequence
 
 
+#: Moments that an optimizer keeps for each trained weight. (Adafactor: a row and a column for a matrix.)
+MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0, "adafactor": 0}
 #: Bytes of one element.
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 1, "none": 0}

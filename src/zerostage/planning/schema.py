@@ -10,6 +10,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 VERSION = 1
+#: Terms of `Bytes`: what is there at rest, and what comes and goes within a step.
+STATE = ("weights", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers")
+PASSING = ("gathered", "reduce", "activations", "logits", "optimizer_temporaries")
+#: Of `Moment` and `Row.phases`, in order.
+PHASES = ("forward", "loss", "backward", "step")
 
 
 class Answer(BaseModel):
@@ -17,7 +22,7 @@ class Answer(BaseModel):
 
 
 class Bytes(Answer):
-    """What a rank holds, by term, at the moment of the step's peak (at rest for the first five)."""
+    """What a rank holds, by term: at rest, or at most at any time of a step. No moment needs all of them."""
 
     weights: int = Field(0, description="weights at rest")
     gradients: int = Field(0, description="kept gradients, at most")
@@ -111,7 +116,7 @@ class Plan(Answer):
     model: dict[str, Any] = Field(description="name, family, parameters, active_parameters, trainable_parameters, layers, hidden, ...")
     machine: dict[str, Any] = Field(description="gpu, nodes, gpus_per_node, usable_bytes, network_gb_s, link_gb_s, ... or empty")
     run: dict[str, Any]
-    method: str = Field(description="closed form or simulation")
+    method: str = Field(description="closed form, simulation, or training state only")
     rows: list[Row]
     asked: Row | None = Field(None, description="the one setting that was asked for (--stage and the machine's ranks)")
     recommendation: Recommendation | None = None

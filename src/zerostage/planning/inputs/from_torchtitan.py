@@ -13,7 +13,6 @@ MODELS = {
     "qwen3": "qwen3-{}",
     "deepseek_v3": "deepseek-v3-{}",
 }
-SECTIONS = ("training", "parallelism", "activation_checkpoint", "model", "optimizer")
 HARMLESS = (
     "job profiling metrics lr_scheduler checkpoint comm memory_estimation experimental validation float8 mx quantize debug "
     "lr fault_tolerance"

@@ -1,11 +1,12 @@
 """What a configuration that is already in use says about a run, and how its tables are read.
 
-The readers of the several formats (`from_deepspeed.py`, `from_fsdp.py`, `from_torchtitan.py`) all fill a `Draft`
+The readers of the several formats (`from_deepspeed.py`, `from_accelerate.py`, `from_torchtitan.py`) all fill a `Draft`
 through `Section`s, which remember what was asked of them, so that whatever nobody asked for can be told.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +33,11 @@ OPTIMIZERS = {
     "sgd": "sgd",
     "adafactor": "adafactor",
 }
-#: What transformers and accelerate put where a DeepSpeed file has 'auto', h being the model's hidden size.
-AUTO = {
-    "reduce_bucket_size": "h x h elements, h being the model's hidden size",
-    "stage3_prefetch_bucket_size": "0.9 x h x h elements, h being the model's hidden size",
-    "stage3_param_persistence_threshold": "10 x h elements, h being the model's hidden size",
+#: What transformers and accelerate put where a DeepSpeed file has 'auto': in words, and from the model's hidden size h.
+AUTO: dict[str, tuple[str, Callable[[int], int]]] = {
+    "reduce_bucket_size": ("h x h", lambda h: h * h),
+    "stage3_prefetch_bucket_size": ("0.9 x h x h", lambda h: int(0.9 * h * h)),
+    "stage3_param_persistence_threshold": ("10 x h", lambda h: 10 * h),
 }
 
 
@@ -67,12 +68,7 @@ class Given:
 
     def options(self, hidden: int) -> dict[str, int | bool]:
         """`engine_options` with its 'auto' sizes (see `AUTO`) for a model of this hidden size."""
-        sizes = {
-            "reduce_bucket_size": hidden * hidden,
-            "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-            "stage3_param_persistence_threshold": 10 * hidden,
-        }
-        return {**{name: sizes[name] for name in self.auto}, **self.engine_options}
+        return {**{name: AUTO[name][1](hidden) for name in self.auto}, **self.engine_options}
 
 
 class Draft:
@@ -161,7 +157,7 @@ class Section:
         for key in keys:
             value = self.table.get(key)
             if value == "auto":
-                self.draft.assumed.append(f"{self.name(key)} is 'auto': " + AUTO.get(key, "the file does not give it"))
+                self.draft.assumed.append(f"{self.name(key)} is 'auto': {_auto(key)}")
             elif value is not None:
                 return value
         return None
@@ -230,6 +226,10 @@ class Section:
 
     def _found(self, keys: tuple[str, ...]) -> str:
         return self.name(next((key for key in keys if self.table.get(key) is not None), keys[0]))
+
+
+def _auto(key: str) -> str:
+    return f"{AUTO[key][0]} elements, h being the model's hidden size" if key in AUTO else "the file does not give it"
 
 
 def _shown(value: Any) -> str:

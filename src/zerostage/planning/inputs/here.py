@@ -3,63 +3,30 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from typing import Any
 
 from zerostage.mistakes import InputError
 
-#: NVML's names without maker and series, and the planner's; the first that matches from the start counts.
-NAMES = (
-    (r"gb300", "gb300"),
-    (r"gb200", "gb200"),
-    (r"gh200", "gh200"),
-    (r"b300", "b300"),
-    (r"b200", "b200"),
-    (r"h200", "h200"),
-    (r"h100.*pcie", "h100-pcie"),
-    (r"h100.*nvl", "h100-nvl"),
-    (r"h100", "h100"),
-    (r"a100.*pcie.*40gb", "a100-pcie-40"),
-    (r"a100.*pcie", "a100-pcie"),
-    (r"a100.*40gb", "a100-40"),
-    (r"a100", "a100"),
-    (r"v100.*32gb", "v100-32"),
-    (r"v100", "v100-16"),
-    (r"rtx 6000 ada", "rtx6000-ada"),
-    (r"rtx (\d{4})(?! ti| super| d\b| laptop| max-q)(?: |$)", r"rtx\1"),
-    (r"rtx a(\d{4})", r"a\1"),
-    (r"(a10g|a10|a30|a40|l40s|l40|l4|t4|h800|h20|a800)\b", r"\1"),
-)
 #: Bytes per second, one way, of one NVLink link by NVML's number for its version (1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0).
 NVLINK = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9}
 #: Bytes per second, one way, of one PCIe lane by generation (8, 16, 32 GT/s at 128b/130b; 64 GT/s in FLITs).
 PCIE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-
-
-def card_name(nvml_name: str) -> str:
-    """The planner's name of a card: 'h100' for 'NVIDIA H100 80GB HBM3'. An unknown one is only made lower case with dashes."""
-    bare = re.sub(r"^(nvidia|tesla|quadro|geforce)\s+", "", nvml_name.strip().lower())
-    bare = re.sub(r"^(tesla|quadro|geforce)\s+", "", bare)
-    if "mig " not in f"{bare} ":  # a part of a card is not the card
-        for pattern, name in NAMES:
-            if match := re.match(pattern, bare):
-                return match.expand(name)
-    return re.sub(r"[^a-z0-9.]+", "-", bare).strip("-")
+_GIVE = "give --gpu h100, or another card, and --gpus-per-node"
 
 
 def here() -> dict[str, Any]:
     """The cards of this machine that CUDA_VISIBLE_DEVICES leaves visible.
 
-    Returns `name` (the planner's), `nvml_name`, `gpus_per_node`, `memory_bytes` (what CUDA can use of one card),
-    `used_bytes` (of the fullest, now) and `link_bytes_per_s` (one way, of one card: its NVLinks, else PCIe; None where
-    NVML does not tell). Raises InputError where there is no driver or card, and where the cards differ.
+    Returns `name` (NVML's, which `hardware.card` knows), `gpus_per_node`, `memory_bytes` (what CUDA can use of one card)
+    and `link_bytes_per_s` (one way, of one card: its NVLinks, else PCIe; None where NVML does not tell). Raises
+    InputError where there is no driver or card, and where the cards differ.
     """
     try:
         import pynvml
     except ModuleNotFoundError:
         raise InputError(
-            f"the cards of this machine are read by nvidia-ml-py: pip install 'zerostage[plan]' {_INSTEAD}"
+            f"the cards of this machine are read by nvidia-ml-py: pip install 'zerostage[plan]' (or {_GIVE})"
         ) from None
     try:
         pynvml.nvmlInit()
@@ -75,23 +42,17 @@ def here() -> dict[str, Any]:
         raise InputError(f"the NVIDIA driver here does not tell its cards ({error}): {_GIVE}") from None
     finally:
         pynvml.nvmlShutdown()
-    names = Counter(card["nvml_name"] for card in cards)
+    names = Counter(card["name"] for card in cards)
     if len(names) > 1:
         what = ", ".join(f"{count} x {name}" for name, count in names.items())
         raise InputError(f"the cards of this machine differ ({what}): choose by CUDA_VISIBLE_DEVICES or {_GIVE}")
     links = [card["link_bytes_per_s"] for card in cards]
     return {
-        "name": card_name(cards[0]["nvml_name"]),
-        "nvml_name": cards[0]["nvml_name"],
+        "name": cards[0]["name"],
         "gpus_per_node": len(cards),
         "memory_bytes": min(card["memory_bytes"] for card in cards),
-        "used_bytes": max(card["used_bytes"] for card in cards),
         "link_bytes_per_s": None if None in links else min(links),
     }
-
-
-_GIVE = "give --gpu h100, or another card, and --gpus-per-node"
-_INSTEAD = f"(or {_GIVE})"
 
 
 def _visible(nvml: Any, handles: list[Any]) -> list[Any]:
@@ -115,14 +76,11 @@ def _card(nvml: Any, handle: Any) -> dict[str, Any]:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
         reserved = memory.reserved  # by the driver: in no figure of CUDA's
-        used = memory.used
     except nvml.NVMLError:
         memory, reserved = nvml.nvmlDeviceGetMemoryInfo(handle), 0
-        used = memory.used
     return {
-        "nvml_name": _text(nvml.nvmlDeviceGetName(handle)),
+        "name": _text(nvml.nvmlDeviceGetName(handle)),
         "memory_bytes": memory.total - reserved,
-        "used_bytes": used,
         "link_bytes_per_s": _link(nvml, handle),
     }
 

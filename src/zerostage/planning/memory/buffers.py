@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from zerostage import layout
 from zerostage.partition import Partition
 from zerostage.planning.memory.track import Track
 from zerostage.planning.model.architecture import Architecture, Unit
-from zerostage.planning.run import ITEMSIZE, Run
+from zerostage.planning.run import ITEMSIZE, MOMENTS, Run
 
 #: Elements of one piece of the optimizer's work on a GPU (`collectives.LARGE_CHUNK`).
 PIECE = 16_777_216
@@ -29,7 +28,7 @@ class Buffers:
     stages: tuple[int | None, ...] = (0, 1, 2, 3, None)
     #: Whether kept gradients go only with the next forward.
     gradients_outlive_zero_grad = False
-    #: Gathered units whose memory another stream may still use after it is freed (`max_active` counts them).
+    #: Gathered units whose memory another stream may still use after it is freed.
     pending_units = 0
 
     def __init__(self, architecture: Architecture, run: Run, partition: Partition, ranks: int, track: Track) -> None:
@@ -71,7 +70,7 @@ class Buffers:
         stored = sum(self.stored(unit) for unit in self.units)
         p, offload = self.partition, self.run.offload
         on_card = 0 if offload != "none" else 1
-        states = {"adamw": 2, "momentum": 1, "sgd": 0, "adafactor": 0}[self.run.optimizer]
+        states = MOMENTS[self.run.optimizer]
         found = {
             "weights": 0 if offload == "optimizer+weights" else stored // p.weights,
             "gradients": trained * self.g // p.gradients,
@@ -99,20 +98,9 @@ class Buffers:
         """Bytes of a unit's whole gradients."""
         return self.padded(unit, True) * self.g
 
-    @property
-    def wire(self) -> int:
-        """Bytes of a gradient's element as it is sent."""
-        return self.g
-
-    def traffic(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by collective."""
-        found: Counter[str] = Counter()
-        reductions = 1 if self.run.keep_local else self.run.accumulation
-        for unit in self.units:
-            for trainable in (True, False):
-                sizes = (self.padded(unit, trainable), self.c, self.wire if trainable else 0)
-                found.update(self.partition.traffic(self.ranks, *sizes, self.run.accumulation, reductions))
-        return dict(found)
+    def pending(self) -> int:
+        """Bytes that the allocator counts as active after they are freed, at most."""
+        return self.pending_units * max((self.whole(unit) for unit in self.units if not unit.resident), default=0)
 
     def start(self) -> None:
         """What is there before a step."""

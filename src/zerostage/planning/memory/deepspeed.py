@@ -20,16 +20,6 @@ DEFAULTS = {
 }
 
 
-def matrices_alone(architecture) -> tuple[Unit, ...]:
-    """One unit a block, and one for each weight outside of blocks."""
-    inside = {block.name for block in architecture.blocks}
-    units: list[Unit] = []
-    for unit in architecture.units:
-        apart = [Unit(weight.name, (weight,), len(weight.names) > 1) for weight in unit.weights]
-        units += [unit] if unit.name in inside else apart
-    return tuple(units)
-
-
 class DeepSpeed(Buffers):
     """DeepSpeed's optimizers by stage.
 
@@ -43,13 +33,13 @@ class DeepSpeed(Buffers):
 
     kernel = "fused"
 
-    def traffic(self) -> dict[str, int]:
-        """Stages 1 and 2 all-reduce gradients where a reduce-scatter would do."""
-        found = super().traffic()
-        return {**found, "reduce_scatter": found["reduce_scatter"] * (2 if self.stage in (1, 2) else 1)}
-
     def divide(self) -> tuple[Unit, ...]:
-        return matrices_alone(self.architecture)
+        """One unit a block, and one for each weight outside of blocks."""
+        units: list[Unit] = []
+        for unit in self.architecture.units:
+            apart = [Unit(weight.name, (weight,), len(weight.names) > 1) for weight in unit.weights]
+            units += [unit] if unit.name in self.architecture.block_names else apart
+        return tuple(units)
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)

@@ -8,16 +8,6 @@ from zerostage.planning.memory.megatron import Megatron
 from zerostage.planning.model.architecture import Unit
 from zerostage.planning.run import ITEMSIZE
 
-MiB = 2**20
-
-
-def blocks_and_root(architecture) -> tuple[Unit, ...]:
-    """One unit a block, and one of all the rest: how fully_shard and auto-wrap policies are commonly applied."""
-    inside = {block.name for block in architecture.blocks}
-    blocks = tuple(unit for unit in architecture.units if unit.name in inside)
-    rest = tuple(weight for unit in architecture.units if unit.name not in inside for weight in unit.weights)
-    return (Unit("root", rest, resident=True), *blocks) if rest else blocks
-
 
 class FSDP2(Buffers):
     """torch.distributed.fsdp.fully_shard with a MixedPrecisionPolicy (`_fsdp_param_group.py`, `_fsdp_collectives.py`).
@@ -31,7 +21,7 @@ class FSDP2(Buffers):
     stages = (2, 3, None)
 
     def divide(self) -> tuple[Unit, ...]:
-        return blocks_and_root(self.architecture)
+        return self.architecture.blocks_and_root
 
     def gradient_itemsize(self) -> int:
         return self.master
@@ -45,10 +35,6 @@ class FSDP2(Buffers):
         self.ahead: Unit | None = None  # the unit whose gather is under way
         wide = self.run.fp32_reduce if self.run.fp32_reduce is not None else self.g == 4
         self.reduce_itemsize = 4 if wide else self.c
-
-    @property
-    def wire(self) -> int:
-        return self.reduce_itemsize
 
     def sizes(self) -> dict[str, int]:
         """All terms are divided alike, at stage 2 too; weights are kept as masters."""
@@ -140,7 +126,7 @@ class FSDP1(Buffers):
     pending_units = 2  # the rate limiter's
 
     def divide(self) -> tuple[Unit, ...]:
-        return blocks_and_root(self.architecture)
+        return self.architecture.blocks_and_root
 
     def gradient_itemsize(self) -> int:
         return self.master
@@ -149,10 +135,6 @@ class FSDP1(Buffers):
         super().__init__(*arguments)
         self.reshards = self.partition.weights > 1
         self.held: set[str] = set()
-
-    @property
-    def wire(self) -> int:
-        return 4 if self.run.fp32_reduce else self.c
 
     def sizes(self) -> dict[str, int]:
         found = super().sizes()

@@ -30,7 +30,7 @@ class Megatron(Buffers):
         self.track.change("gradients", self.sizes()["gradients"])
 
     def arrive(self, unit: Unit, elements: int) -> None:
-        if unit.name not in {block.name for block in self.architecture.blocks}:  # embedding: made, then added
+        if unit.name not in self.architecture.block_names:  # embedding: made, then added
             self.track.change("reduce", elements * self.c)
             self.track.change("reduce", -elements * self.c)
 

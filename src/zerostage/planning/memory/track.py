@@ -1,6 +1,6 @@
 """The memory of one step over time: bytes by term, and the most that each phase held.
 
-Both ways to compute write one: the closed form (`walk.py`) and the simulation (`simulate.py`).
+Both ways to compute write one: the closed form (`walk.py`) and the simulation (`lives.py`).
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import Counter
 
 from zerostage.planning.schema import Moment
-
-PHASES = ("forward", "loss", "backward", "step")
 
 
 class Track:
@@ -21,7 +19,6 @@ class Track:
         self.moments: list[Moment] = []
         self.phases: dict[str, int] = {}  # by phase, the most that was allocated in it
         self.highest: Counter[str] = Counter()  # by term, the most of it at any time
-        self.at_peak: dict[str, int] = {}  # by term, when most was allocated in all
         self._best = -1
 
     def mark(self, at: str, phase: str) -> None:
@@ -47,8 +44,6 @@ class Track:
         moment = self.moments[-1]
         self._best = self.total
         moment.bytes = {term: size for term, size in self.now.items() if size}
-        if self.total > max(self.phases.values(), default=-1):
-            self.at_peak = moment.bytes
         self.phases[moment.phase] = max(self.total, self.phases.get(moment.phase, 0))
 
     @property

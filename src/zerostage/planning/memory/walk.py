@@ -31,13 +31,12 @@ class Part:
 def parts(architecture: Architecture, run: Run, buffers: Buffers) -> list[Part]:
     """The parts of a forward in the order in which they run: embedding, blocks, head with the loss."""
     layers = Layers(architecture, run)
-    inside = {block.name for block in architecture.blocks}
     blocks, before, after = {}, [], []
     tables = [w for w in architecture.weights if len(w.shape) == 2 and w.shape[0] == architecture.vocab]
-    first_block = next((i for i, w in enumerate(architecture.weights) if _block_of(w.name, inside)), 0)
+    first_block = next((i for i, w in enumerate(architecture.weights) if architecture.block_of(w.name)), 0)
     for index, weight in enumerate(architecture.weights):
         unit = buffers.of[weight.name]
-        place = _block_of(weight.name, inside)
+        place = architecture.block_of(weight.name)
         group = blocks.setdefault(place, []) if place else before if index < first_block else after
         if unit not in group:
             group.append(unit)
@@ -48,11 +47,6 @@ def parts(architecture: Architecture, run: Run, buffers: Buffers) -> list[Part]:
     found = [Part("embedding", layers.embedding(bool(trained)), before)]
     found += [Part(block.name, layers.block(block), blocks.get(block.name, []), True) for block in architecture.blocks]
     return [*found, Part("head and loss", layers.head(bool(trained) and not run.lora_rank), after)]
-
-
-def _block_of(name: str, blocks: set[str]) -> str | None:
-    words = name.split(".")
-    return next((path for i in range(len(words), 0, -1) if (path := ".".join(words[:i])) in blocks), None)
 
 
 def walk(architecture: Architecture, run: Run, partition: Partition, ranks: int) -> Track:

@@ -21,21 +21,14 @@ def linear_weights(architecture: Architecture, transposed: bool = False) -> dict
     Fused experts and routers are parameters of their own in transformers 5, not linear layers. `transposed`: weights are
     stored (in, out).
     """
-    blocks = {block.name for block in architecture.blocks}
     routed = {block.name for block in architecture.blocks if block.experts}
     found = {}
     for weight in architecture.weights:
-        block = block_of(weight.name, blocks)
+        block = architecture.block_of(weight.name)
         if block is None or len(weight.shape) != 2 or (block in routed and weight.name == f"{block}.mlp.gate.weight"):
             continue
         found[weight.name] = weight.shape if transposed else weight.shape[::-1]
     return found  # type: ignore[return-value]
-
-
-def block_of(name: str, blocks: set[str]) -> str | None:
-    """The innermost of `blocks` that the parameter lies in."""
-    parts = name.split(".")
-    return next((path for i in range(len(parts) - 1, 0, -1) if (path := ".".join(parts[:i])) in blocks), None)
 
 
 def with_lora(architecture: Architecture, rank: int, linear: Mapping[str, tuple[int, int]]) -> Architecture:
@@ -45,11 +38,10 @@ def with_lora(architecture: Architecture, rank: int, linear: Mapping[str, tuple[
     as peft changes them: 'base_model.model.' in front, 'base_layer' where W was. Raises an InputError where there is
     nothing to adapt.
     """
-    blocks = {block.name for block in architecture.blocks}
     weights: list[Weight] = []
     for layer, group in groupby(architecture.weights, key=lambda weight: weight.name.rpartition(".")[0]):
         own = list(group)
-        inside = [weight for weight in own if block_of(weight.name, blocks)]
+        inside = [weight for weight in own if architecture.block_of(weight.name)]
         pairs = [pair for weight in inside for pair in _pairs(weight, rank, linear, architecture.family)]
         for weight in own:
             names = tuple(_renamed(name, len(pairs)) for name in weight.names)

@@ -101,15 +101,25 @@ class Architecture:
         return round(sum(weight.numel * weight.active for weight in self.weights))
 
     @cached_property
+    def block_names(self) -> frozenset[str]:
+        return frozenset(block.name for block in self.blocks)
+
+    def block_of(self, parameter: str) -> str | None:
+        """The innermost block that the parameter of that name lies in."""
+        parts = parameter.split(".")
+        return next((path for i in range(len(parts) - 1, 0, -1) if (path := ".".join(parts[:i])) in self.block_names), None)
+
+    @cached_property
+    def blocks_and_root(self) -> tuple[Unit, ...]:
+        """One unit a block, and one of all the rest: how fully_shard and auto-wrap policies are commonly applied."""
+        blocks = tuple(unit for unit in self.units if unit.name in self.block_names)
+        rest = tuple(weight for unit in self.units if unit.name not in self.block_names for weight in unit.weights)
+        return (Unit("root", rest, resident=True), *blocks) if rest else blocks
+
+    @cached_property
     def units(self) -> tuple[Unit, ...]:
         """The units of the engine, by the rule of `division.divide`, in the order in which the model defines them."""
-        places = {f"{block.name}." for block in self.blocks}
-        inside = {}
-        for weight in self.weights:
-            for name in weight.names:
-                parts = name.split(".")
-                prefixes = (".".join(parts[:i]) + "." for i in range(len(parts) - 1, 0, -1))
-                inside[name] = next((prefix[:-1] for prefix in prefixes if prefix in places), None)
+        inside = {name: self.block_of(name) for weight in self.weights for name in weight.names}
         sizes: dict[str, int] = {}
         modules: dict[str, int] = {}
         for weight in self.weights:

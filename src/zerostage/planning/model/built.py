@@ -114,43 +114,45 @@ def _count(config: Any, field: str) -> int:
 
 
 def on_meta(config: Mapping[str, Any], name: str, source: str, what: str) -> tuple[Architecture, Linear]:
-    """The model of a configuration, built by transformers on the meta device and counted. `what` is not modelled.
+    """The model of a configuration, built by transformers on the meta device and counted. `what` is not modelled."""
+    module = from_config(config, source, f"{what} is not modelled in closed form, and counting it")
+    architecture, linear = counted(module, name, f"{what} is not modelled in closed form: counted by building it on the meta device")
+    return replace(architecture, family=config["model_type"]), linear
 
-    Remote code is never run. Raises an InputError where there is no transformers, or where it cannot build the model.
+
+def from_config(config: Mapping[str, Any], source: str, purpose: str) -> Any:
+    """The model of a configuration, built by transformers on the meta device in fp32, its weights not quantised.
+
+    purpose: what needs it, for messages. Remote code is never run. Raises an InputError where there is no transformers, or
+    where it cannot build the model.
     """
-    kind = config["model_type"]
+    kind = config.get("model_type")
     try:
         import torch
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError as error:
-        raise InputError(
-            f"{source}: {what} is not modelled in closed form, and counting it needs transformers and torch, which are not "
-            f"here ({_line(error)})"
-        ) from None
+        raise InputError(f"{source}: {purpose} needs transformers and torch, which are not here ({_line(error)})") from None
     if kind not in CONFIG_MAPPING:
         raise InputError(
-            f"{source}: neither zerostage nor transformers knows model_type '{kind}'{closest(kind, CONFIG_MAPPING)}; give a "
+            f"{source}: neither zerostage nor transformers knows model_type '{kind}'{closest(str(kind), CONFIG_MAPPING)}; give a "
             "function that builds the model, as module:function"
         )
     quiet = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         fields = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config", "auto_map")}
-        made = AutoConfig.for_model(kind, **fields)
-        family = AutoModelForCausalLM if type(made) in AutoModelForCausalLM._model_mapping else AutoModel
+        settings = AutoConfig.for_model(kind, **fields)
+        family = AutoModelForCausalLM if type(settings) in AutoModelForCausalLM._model_mapping else AutoModel
         with torch.device("meta"):
-            module = family.from_config(made)
+            return family.from_config(settings, dtype=torch.float32)
     except Exception as error:
         raise InputError(f"{source}: transformers cannot build this {kind}: {_line(error)}") from None
     finally:
         logging.set_verbosity(quiet)
-    why = f"{what} is not modelled in closed form: counted by building it on the meta device"
-    architecture, linear = counted(module, name, why)
-    return replace(architecture, family=kind), linear
 
 
-def from_function(path: str) -> tuple[Architecture, Linear]:
+def made(path: str) -> Any:
     """'module:function': the nn.Module that it returns, built on the meta device. Raises an InputError where it does not."""
     try:
         import torch  # noqa: F401
@@ -159,12 +161,12 @@ def from_function(path: str) -> tuple[Architecture, Linear]:
     here = os.getcwd()
     sys.path.insert(0, here)  # as `python -m` does: the user's own file lies here
     try:
-        return counted(_made(path), path)
+        return _called(path)
     finally:
         sys.path.remove(here)
 
 
-def _made(path: str) -> Any:
+def _called(path: str) -> Any:
     import torch
 
     home, _, wanted = path.partition(":")

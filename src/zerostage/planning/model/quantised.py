@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from zerostage.mistakes import InputError
-from zerostage.planning.model.adapters import block_of
 from zerostage.planning.model.architecture import Architecture
 
 _HINT = "known are bitsandbytes, gptq, awq and fp8; take quantization_config out to plan for unquantised weights"
@@ -62,10 +61,9 @@ def quantise(
     what, bits = _stored(settings, source)
     whole = settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules") or ()
     with_experts = _method(settings) != "bitsandbytes"
-    blocks = {block.name for block in architecture.blocks}
     weights, changed, left = [], 0, 0
     for weight in architecture.weights:
-        sizes = linear.get(weight.name) if block_of(weight.name, blocks) else None
+        sizes = linear.get(weight.name) if architecture.block_of(weight.name) else None
         if len(weight.shape) == 3 and ".experts." in weight.name:
             sizes = (weight.shape[2], weight.shape[1]) if with_experts else None
             left += not with_experts

@@ -96,31 +96,47 @@ def _parameters(params: float) -> Architecture:
     return Architecture(f"{round(params):,} parameters", "parameters", 0, 0, (), (weight,), modelled=False, assumed=(note,))
 
 
-def _resolved(model: Any) -> tuple[Architecture, Linear]:
+def locate(model: Any) -> tuple[Any, str, str]:
+    """What `model` (as `resolve` takes it) stands for: a configuration, an nn.Module or 'module:function', with its name.
+
+    The third is what a configuration is called in messages. Raises an InputError where there is no such model.
+    """
     if isinstance(model, Mapping):
-        return _from_config(model, str(model.get("_name_or_path") or f"{model.get('model_type')} config"), "the config")
+        return model, str(model.get("_name_or_path") or f"{model.get('model_type')} config"), "the config"
     if not isinstance(model, (str, os.PathLike)):
-        return _from_module(model)
+        if not (hasattr(model, "named_parameters") and hasattr(model, "named_modules")):
+            raise InputError(f"a model is a name, a path, a config or an nn.Module, not a {type(model).__name__}")
+        return model, type(model).__name__, ""
     text = os.fspath(model)
     if not text.strip():
         raise InputError(_unknown(text))
     path = Path(text).expanduser()
     if path.is_file() or (path / "config.json").is_file():
-        return _from_file(path if path.is_file() else path / "config.json")
+        return _read(path if path.is_file() else path / "config.json")
     if isinstance(model, str):
         if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text):
-            from zerostage.planning.model.built import from_function
-
-            return from_function(text)
+            return text, text, ""
         if name := catalog.find(text):
-            return _built_in(name, text)
+            return catalog.CATALOG[name], name, f"the built-in config of {name}"
     if path.is_dir():
         raise InputError(f"{path} has no config.json; give a folder that has one, or a built-in name")
     if text.endswith(".json") or text.startswith((".", "/", "~")) or not isinstance(model, str):
         raise InputError(f"there is no file or folder {path}{closest(path.name, catalog.CATALOG)}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        return _from_hub(text)
+        config, _, source = _read(_from_hub(text))
+        return config, text, source
     raise InputError(_unknown(text))
+
+
+def _resolved(model: Any) -> tuple[Architecture, Linear]:
+    what, name, source = locate(model)
+    if isinstance(what, Mapping):
+        architecture, linear = _from_config(what, name, source)
+        notes = _notes(str(model), name) if what is catalog.CATALOG.get(name) else ()
+        return replace(architecture, assumed=(*architecture.assumed, *notes)), linear
+    from zerostage.planning.model.built import counted, made
+
+    return counted(made(what) if isinstance(what, str) else what, name)
 
 
 def _unknown(text: str) -> str:
@@ -128,16 +144,15 @@ def _unknown(text: str) -> str:
     return f"'{text}' is no built-in model and no file" + (nearest or "; give a config.json, a hub id or module:function")
 
 
-def _built_in(name: str, asked: str) -> tuple[Architecture, Linear]:
-    architecture, linear = _from_config(catalog.CATALOG[name], name, f"the built-in config of {name}")
+def _notes(asked: str, name: str) -> list[str]:
     notes = [catalog.NOTES[name]] if name in catalog.NOTES else []
     publisher = asked.rpartition("/")[0].lower()
     if publisher and publisher not in catalog.PUBLISHERS:
         notes.append(f"'{asked}' is taken for the built-in {name}; give its config.json if it is another model")
-    return replace(architecture, assumed=(*architecture.assumed, *notes)), linear
+    return notes
 
 
-def _from_file(path: Path) -> tuple[Architecture, Linear]:
+def _read(path: Path) -> tuple[dict[str, Any], str, str]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -146,8 +161,7 @@ def _from_file(path: Path) -> tuple[Architecture, Linear]:
         raise InputError(f"{path} is not JSON: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
         raise InputError(f"{path} is a {type(config).__name__}; a model's config.json is an object with a model_type")
-    name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return _from_config(config, name, str(path))
+    return config, path.resolve().parent.name if path.name == "config.json" else path.stem, str(path)
 
 
 def _from_config(config: Mapping[str, Any], name: str, source: str) -> tuple[Architecture, Linear]:
@@ -168,27 +182,17 @@ def _from_config(config: Mapping[str, Any], name: str, source: str) -> tuple[Arc
     return (quantise(architecture, linear, settings, source) if settings else architecture), linear
 
 
-def _from_module(module: Any) -> tuple[Architecture, Linear]:
-    if not (hasattr(module, "named_parameters") and hasattr(module, "named_modules")):
-        raise InputError(f"a model is a name, a path, a config or an nn.Module, not a {type(module).__name__}")
-    from zerostage.planning.model.built import counted
-
-    return counted(module, type(module).__name__)
-
-
-def _from_hub(name: str) -> tuple[Architecture, Linear]:
+def _from_hub(name: str) -> Path:
     try:
         from huggingface_hub import constants, hf_hub_download
     except ImportError:
         raise InputError(f"{_unknown(name)} (to look it up on the hub, install huggingface_hub)") from None
     offline = constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT)
     try:
-        path = hf_hub_download(name, "config.json", etag_timeout=5, local_files_only=offline)
+        return Path(hf_hub_download(name, "config.json", etag_timeout=5, local_files_only=offline))
     except Exception as error:  # no network, no such model, no access: the user needs the same answer
         why = "there is no network" if offline else f"its config.json could not be had from the hub ({type(error).__name__})"
         raise InputError(f"{_unknown(name)}; {why}") from None
-    architecture, linear = _from_file(Path(path))
-    return replace(architecture, name=name), linear
 
 
 def _reachable(endpoint: str) -> bool:

@@ -158,7 +158,7 @@ def memory(rows: Sequence[Row], usable: int | None, marks: dict[int, str]) -> go
         row = rows[i]
         text = f"<b>{gb(row.peak_allocated + row.bytes.context)}</b>"
         if usable:
-            verdict = f"{gb(row.left)} left" if row.fits else f"✕ {gb(-row.left)} over" if row.left < 0 else "✕ reserved over"
+            verdict = f"{gb(row.left)} left" if row.fits else f"✕ {gb(-row.left)} over"
             text += f"  <span style='color:{INK if row.fits else ALARM}'>{verdict}</span>"
         figure.add_annotation(
             text=text, x=1, xref="paper", xanchor="left", xshift=8, y=places[i], showarrow=False, font=dict(size=11.5)

@@ -15,10 +15,11 @@ from zerostage.planning.memory.buffers import Buffers
 from zerostage.planning.memory.engines import BUFFERS
 from zerostage.planning.memory.track import Track
 from zerostage.planning.published.cases import Case, read
-from zerostage.planning.rows import FILL, row
+from zerostage.planning.rows import row
 from zerostage.planning.schema import Row
 from zerostage.planning.timing import hardware
 from zerostage.planning.timing.duration import step
+from zerostage.planning.timing.hardware import FILL
 
 PUBLISHED = Path(__file__).with_name("published.json")
 
@@ -85,8 +86,7 @@ def _verdict(case: Case, kind: str, value: int, answer: Row, buffers: Buffers) -
     if kind == "allocated":
         return Verdict(case, kind, value, answer.peak_allocated)
     if kind == "active":
-        pending = buffers.pending_units * max((buffers.whole(u) for u in buffers.units if not u.resident), default=0)
-        return Verdict(case, kind, value, answer.peak_allocated + pending)
+        return Verdict(case, kind, value, answer.peak_allocated + buffers.pending())
     if kind == "at rest":
         return Verdict(case, kind, value, state + (b.gradients if buffers.gradients_outlive_zero_grad else 0))
     if kind == "state":

@@ -11,7 +11,7 @@ from zerostage.partition import Partition
 from zerostage.planning.model.architecture import Architecture, Unit, Weight
 from zerostage.planning.run import ITEMSIZE, Run
 from zerostage.planning.schema import Span
-from zerostage.planning.timing.habits import Times, Traffic
+from zerostage.planning.timing.habits import Traffic
 from zerostage.planning.timing.hardware import Machine
 from zerostage.planning.timing.work import Seconds, Worker, flops_per_token
 
@@ -29,16 +29,11 @@ class Duration:
 
     step_s: float
     compute_s: float  # forward, backward and update with nothing to wait for
-    forward_s: float
-    backward_s: float
     update_s: float
     communication_s: float  # all collectives, one after the other
     exposed_s: float  # step_s - compute_s
     tokens_per_s_per_gpu: float
     mfu: float
-    model_flops: float  # of one rank's tokens
-    sent_bytes: int
-    units: tuple[tuple[str, float, float], ...]  # name, forward and backward seconds of a micro-batch
     spans: tuple[Span, ...]  # of the last micro-batch and the update
     assumed: tuple[str, ...] = field(default=())
 
@@ -52,7 +47,9 @@ class Duration:
 class _Task:
     name: str
     compute: Seconds
-    times: Times
+    gather: float  # seconds of its collectives, as in `habits.Messages`
+    reduce: float
+    publish: float
     resident: bool
     parameters: int
     trainable: int
@@ -84,13 +81,11 @@ class _Streams:
         return self.compute
 
 
-def step(
-    architecture: Architecture, run: Run, machine: Machine, partition: Partition, ranks: int, units: Sequence[Unit] | None = None
-) -> Duration:
+def step(architecture: Architecture, run: Run, machine: Machine, partition: Partition, ranks: int) -> Duration:
     """The time of one optimizer step of `ranks` ranks under `partition`.
 
-    `units`: other than the architecture's. Raises InputError for tensor or pipeline parallelism (see `layout3d`), for ranks
-    that the partition does not divide, and for a dtype that the card lacks.
+    Raises InputError for tensor or pipeline parallelism (see `layout3d`), for ranks that the partition does not divide, and
+    for a dtype that the card lacks.
     """
     if run.tensor > 1:
         raise InputError("the time of tensor parallelism is estimated for 3D layouts only")
@@ -104,12 +99,13 @@ def step(
             f"{ranks} ranks need {math.ceil(ranks / machine.gpus_per_node)} nodes; the machine has one: give nodes and network"
         )
     assumed = list(machine.assumed)
-    if units is None and not architecture.blocks:
+    units = architecture.blocks_and_root if run.engine in ("fsdp1", "fsdp2") else architecture.units
+    if not architecture.blocks:
         units = _pieces(architecture)
         assumed.append(f"{architecture.name}: only its size is known; taken as {len(units)} equal layers, with products only")
     worker = Worker(architecture, run, machine.card)
-    traffic = Traffic(run, machine, partition, ranks)
-    tasks = _tasks(worker, traffic, architecture, units or architecture.units)
+    traffic = Traffic(run, partition, ranks)
+    tasks = _tasks(worker, traffic, machine, units)
     head = worker.head()
 
     passes = run.accumulation
@@ -127,19 +123,12 @@ def step(
     forward = sum(task.compute.forward for task in tasks) + head.forward
     backward = sum(task.compute.backward for task in tasks) + head.backward
     compute = passes * (forward + backward) + update
-    reductions = 1 if local else passes
-    gathers = (passes if traffic.gathers else 0, 0 if traffic.kept else passes if traffic.gathers else 0)
-    sent = sum(
-        sum(gathers) * task.times.sent_gather + reductions * task.times.sent_reduce + task.times.sent_publish for task in tasks
-    )
     model = flops_per_token(architecture, run.sequence) * run.tokens * passes
     return Duration(
-        step_s=total, compute_s=compute, forward_s=passes * forward, backward_s=passes * backward, update_s=update,
+        step_s=total, compute_s=compute, update_s=update,
         communication_s=(passes - 1) * first.busy + last.busy, exposed_s=max(0.0, total - compute),
-        tokens_per_s_per_gpu=run.tokens * passes / total, mfu=model / total / machine.card.flops_peak, model_flops=model,
-        sent_bytes=round(sent), spans=tuple(last.spans), assumed=tuple(assumed),
-        units=tuple((task.name, task.compute.forward, task.compute.backward) for task in tasks)
-        + (("loss", head.forward, head.backward),),
+        tokens_per_s_per_gpu=run.tokens * passes / total, mfu=model / total / machine.card.flops_peak,
+        spans=tuple(last.spans), assumed=tuple(assumed),
     )  # fmt: skip
 
 
@@ -151,22 +140,19 @@ def _pieces(architecture: Architecture) -> tuple[Unit, ...]:
     return tuple(Unit(f"layers.{i}", (Weight((f"layers.{i}.weight",), (side, side)),)) for i in range(layers))
 
 
-def _tasks(worker: Worker, traffic: Traffic, architecture: Architecture, units: Sequence[Unit]) -> list[_Task]:
+def _tasks(
+    worker: Worker, traffic: Traffic, machine: Machine, units: Sequence[Unit]
+) -> list[_Task]:
     """In forward order, resident units first, with what collectives cost computation added to it."""
     habits, known, tasks = traffic.habits, {}, []
-    blocks = {block.name for block in architecture.blocks}
-    if worker.run.engine in ("fsdp1", "fsdp2"):
-        units = _blocks_and_root(architecture, units)
     for unit in sorted(units, key=lambda unit: not unit.resident):
         trainable = sum(w.numel for w in unit.weights if w.trainable)
-        if worker.adapters:
-            inside = [w for w in unit.weights if len(w.shape) == 2 and unit.name in blocks]
-            trainable = sum(worker.adapters * sum(w.shape) for w in inside)
         stored = sum(w.numel * (w.bits / 8 / worker.item if w.bits else 1) for w in unit.weights)
         key = (stored, trainable)
         if key not in known:
-            known[key] = traffic.times(*key)
-        times, own = known[key], worker.unit(unit)
+            own = traffic.messages(*key)
+            known[key] = [sum(m.seconds(machine) for m in part) for part in (own.gather, own.reduce, own.publish)]
+        (gather, reduce, publish), own = known[key], worker.unit(unit)
         alone = traffic.ranks == 1
         copies = worker.moved_s(habits.gather_copies * unit.numel) if traffic.gathers and not alone else 0.0
         reduced = worker.moved_s(habits.reduce_copies * trainable * worker.item / 2) if not alone else 0.0
@@ -174,19 +160,12 @@ def _tasks(worker: Worker, traffic: Traffic, architecture: Architecture, units: 
         if not alone:  # the host does not run ahead of a card that waits for it
             visits = 1 if worker.run.checkpointing == "none" else 2  # a recomputed block is visited once more
             forward, backward = max(forward, habits.host_s), max(backward, visits * habits.host_s)
-        taken = TAKEN_ACROSS if traffic.leaves_node else TAKEN_WITHIN
+        taken = TAKEN_ACROSS if traffic.ranks > machine.gpus_per_node else TAKEN_WITHIN
         if habits.hides_gathers:
-            forward += taken * min(forward, times.gather)
-            backward += taken * min(backward, (0 if traffic.kept else times.gather) + times.reduce)
-        tasks.append(_Task(unit.name, Seconds(forward, backward, own.recompute), times, unit.resident, unit.numel, trainable))
+            forward += taken * min(forward, gather)
+            backward += taken * min(backward, (0 if traffic.kept else gather) + reduce)
+        tasks.append(_Task(unit.name, Seconds(forward, backward), gather, reduce, publish, unit.resident, unit.numel, trainable))
     return tasks
-
-
-def _blocks_and_root(architecture: Architecture, units: Sequence[Unit]) -> list[Unit]:
-    """One unit a block and one of all the rest, as `fully_shard` and auto-wrap policies are commonly applied."""
-    inside = {block.name for block in architecture.blocks} or {unit.name for unit in units}
-    rest = tuple(weight for unit in units if unit.name not in inside for weight in unit.weights)
-    return [Unit("root", rest, resident=True)] * bool(rest) + [unit for unit in units if unit.name in inside]
 
 
 def _micro_batch(streams: _Streams, tasks: list[_Task], head: Seconds, traffic: Traffic, reduce: bool) -> None:
@@ -196,44 +175,41 @@ def _micro_batch(streams: _Streams, tasks: list[_Task], head: Seconds, traffic: 
     Backward: unit i - 1 is asked for while i computes, and i's gradients leave when it is done; a unit needs a gradient
     buffer, so it waits for the reduction of the one before the last.
     """
-    habits, gathers = traffic.habits, traffic.gathers
-    hidden = habits.hides_gathers
+    habits = traffic.habits
+    ahead = traffic.ahead if habits.hides_gathers else 0
     start = streams.compute
     ended: list[float] = []
     arrived: dict[int, float] = {}
 
-    def gather(order: list[int], place: int, ahead: int, phase: str) -> None:
+    def gather(order: list[int], place: int, phase: str) -> None:
         """Ask for the units up to `ahead` places further, as places get free."""
         for at in range(place, min(len(order), place + ahead + 1)):
             index = order[at]
             if index in arrived:
                 continue
             free = ended[at - 1 - ahead] if at - 1 - ahead >= 0 else start
-            seconds = tasks[index].times.gather if gathers else 0.0
-            arrived[index] = streams.send(f"gather {tasks[index].name} ({phase})", seconds, free)
+            arrived[index] = streams.send(f"gather {tasks[index].name} ({phase})", tasks[index].gather, free)
 
     forward = list(range(len(tasks)))
-    ahead = traffic.ahead if hidden else 0
     for place, index in enumerate(forward):
-        gather(forward, place, ahead, "forward")
+        gather(forward, place, "forward")
         ended.append(streams.work(f"forward {tasks[index].name}", tasks[index].compute.forward, arrived[index]))
     streams.work("loss", head.forward + head.backward)
 
     start, ended = streams.compute, []
-    again = gathers and not traffic.kept
+    again = traffic.gathers and not traffic.kept
     arrived = {i: start for i, task in enumerate(tasks) if task.resident or not again}
     backward = [i for i in reversed(forward) if not tasks[i].resident] + [i for i in forward if tasks[i].resident]
     reduced: list[float] = []
-    ahead = traffic.ahead if hidden else 0
     for place, index in enumerate(backward):
         task = tasks[index]
-        gather(backward, place, ahead, "backward")
+        gather(backward, place, "backward")
         if again and not task.resident and traffic.run.checkpointing == "full" and 2 * task.parameters > habits.reuse:
-            arrived[index] = streams.send(f"gather {task.name} (again)", task.times.gather, arrived[index])
+            arrived[index] = streams.send(f"gather {task.name} (again)", task.gather, arrived[index])
         buffer = reduced[-2] if len(reduced) >= 2 else start
         ended.append(streams.work(f"backward {task.name}", task.compute.backward, max(arrived[index], buffer)))
         if reduce and task.trainable:
-            reduced.append(streams.send(f"reduce {task.name}", task.times.reduce, ended[-1]))
+            reduced.append(streams.send(f"reduce {task.name}", task.reduce, ended[-1]))
 
 
 def _update(streams: _Streams, tasks: list[_Task], worker: Worker, run: Run, machine: Machine, partition: Partition) -> float:
@@ -248,5 +224,5 @@ def _update(streams: _Streams, tasks: list[_Task], worker: Worker, run: Run, mac
             seconds = worker.update(own)
         total += seconds
         done = streams.work(f"update {task.name}", seconds)
-        streams.send(f"publish {task.name}", task.times.publish, done)
+        streams.send(f"publish {task.name}", task.publish, done)
     return total

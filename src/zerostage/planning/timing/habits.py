@@ -47,28 +47,44 @@ DDP_BUCKET = 25 * 2**20
 
 
 @dataclass(frozen=True)
-class Times:
-    """The collectives of one unit: seconds, and bytes that this rank sends in them."""
+class Message:
+    """A collective of `ranks` ranks that are `stride` apart, on a buffer of `size` bytes in all, cut into `pieces`."""
 
-    gather: float  # of its weights, before a forward or a backward
-    reduce: float  # of its gradients
-    publish: float  # of its updated weights, after the step
-    sent_gather: float
-    sent_reduce: float
-    sent_publish: float
+    kind: str  # as `network.collective_s` has them
+    size: float
+    ranks: int
+    stride: int = 1
+    pieces: float = 1.0
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends."""
+        return self.size * (self.ranks - 1) / self.ranks * (2 if self.kind == "all_reduce" else 1)
+
+    def seconds(self, machine: Machine) -> float:
+        pieces = max(1.0, self.pieces)
+        return pieces * collective_s(machine, self.kind, self.size / pieces, self.ranks, self.stride)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The collectives of one unit."""
+
+    gather: list[Message]  # of its weights, before a forward or a backward
+    reduce: list[Message]  # of its gradients
+    publish: list[Message]  # of its updated weights, after the step
 
 
 class Traffic:
     """The collectives of one run under one partition."""
 
-    def __init__(self, run: Run, machine: Machine, partition: Partition, ranks: int) -> None:
-        self.run, self.machine, self.partition, self.ranks = run, machine, partition, ranks
+    def __init__(self, run: Run, partition: Partition, ranks: int) -> None:
+        self.run, self.partition, self.ranks = run, partition, ranks
         self.habits = HABITS[run.engine]
         self.item = ITEMSIZE[run.weights]
         wide = self.habits.fp32_reduce and run.master == "fp32" if run.fp32_reduce is None else run.fp32_reduce
         own = ITEMSIZE[run.gradients] if run.gradients else 4 if run.engine == "ddp" and run.master == "fp32" else self.item
         self.reduced_item = 4 if wide else own
-        self.levels = partition.levels(ranks)
         #: FSDP's look-alike of stage 2 keeps what forward gathered; the masters alone are at rest, so nothing is published.
         self.kept = run.engine in ("fsdp1", "fsdp2") and partition.weights == 1 and partition.gradients > 1
         self.gathers = partition.weights > 1 or self.kept
@@ -78,53 +94,38 @@ class Traffic:
         """Units gathered ahead of the one that computes."""
         return self.run.prefetch if self.habits.ahead is None else self.habits.ahead
 
-    @property
-    def leaves_node(self) -> bool:
-        """Whether collectives of a backward leave the node."""
-        return self.ranks > self.machine.gpus_per_node
-
-    def _pieces(self, kind: str, size: float, ranks: int, stride: int, pieces: float) -> float:
-        pieces = max(1.0, pieces)
-        return pieces * collective_s(self.machine, kind, size / pieces, ranks, stride)
-
-    def times(self, parameters: float, trainable: float) -> Times:
+    def messages(self, parameters: float, trainable: float) -> Messages:
         """Of a unit of `parameters` parameters, of which `trainable` have gradients.
 
         Reduction goes up the levels of the partition: within the group that shares weights, then gradients, then optimizer
         states, then between replicas; each level moves the slice that the one before left.
         """
-        size, left = parameters * self.item, trainable * self.reduced_item
-        w, g, o, replicas = self.levels
-        gather = reduce = publish = sent_gather = sent_reduce = sent_publish = 0.0
+        w, g, o, replicas = self.partition.levels(self.ranks)
         among = self.partition.gradients if self.kept else w
-        if self.gathers and among > 1:
-            gather = self._pieces("all_gather", size, among, 1, self.habits.modules)
-            sent_gather = size * (among - 1) / among
-        pieces = left / DDP_BUCKET if self.run.engine == "ddp" else 1
-        # DeepSpeed's stage 1 and 2 all-reduce whole gradients
+        gather = [Message("all_gather", parameters * self.item, among, 1, self.habits.modules)]
+        exchange = self.habits.reduce == "exchange"
+        # DeepSpeed's stage 1 and 2 all-reduce whole gradients (stage_1_and_2.py, allreduce_and_scatter)
         whole = self.run.engine == "deepspeed" and self.partition.weights == 1 and self.partition.optimizer > 1
         kind = "all_reduce" if whole else self.habits.reduce
-        stride = 1
+        pieces = trainable * self.reduced_item / DDP_BUCKET if self.run.engine == "ddp" else 1.0
+        reduce, item, stride = [], self.reduced_item, 1
         for ranks in (w, g, o):
             if ranks > 1:
-                reduce += self._pieces(kind, left, ranks, stride, pieces)
-                sent_reduce += left * (ranks - 1) / ranks * (2 if whole else 1)
-                stride, left = stride * ranks, left / ranks
-                if self.habits.reduce == "exchange":  # what a level has summed travels on in fp32
-                    left *= max(1.0, 4 / self.reduced_item) if left == trainable * self.reduced_item / stride else 1
-        if replicas > 1:
-            if self.habits.reduce == "exchange":  # each sums a part of what it received, then they hand the sums round
-                sums = trainable * self.reduced_item / stride
-                reduce += collective_s(self.machine, "exchange", left, replicas, stride)
-                reduce += collective_s(self.machine, "all_gather", sums, replicas, stride)
-                sent_reduce += (left + sums) * (replicas - 1) / replicas
-            else:
-                reduce += self._pieces("all_reduce", left, replicas, stride, pieces)
-                sent_reduce += 2 * left * (replicas - 1) / replicas
-        if not self.kept:
-            own = trainable * self.item / (w * g * o)
-            for ranks, stride in ((o, w * g), (g, w)):
-                own *= ranks
-                publish += collective_s(self.machine, "all_gather", own, ranks, stride)
-                sent_publish += own * (ranks - 1) / ranks
-        return Times(gather, reduce, publish, sent_gather, sent_reduce, sent_publish)
+                reduce.append(Message(kind, trainable * item / stride, ranks, stride, pieces))
+                stride *= ranks
+                item = max(4, item) if exchange else item  # what a level has summed travels on in fp32
+        if exchange:  # each sums a part of what it received, then they hand the sums round
+            reduce.append(Message("exchange", trainable * item / stride, replicas, stride))
+            reduce.append(Message("all_gather", trainable * self.reduced_item / stride, replicas, stride))
+        else:
+            reduce.append(Message("all_reduce", trainable * item / stride, replicas, stride, pieces))
+        own = trainable * self.item
+        publish = [Message("all_gather", own / (w * g), o, w * g), Message("all_gather", own / w, g, w)]
+        return Messages(gather if self.gathers else [], reduce, [] if self.kept else publish)
+
+    def sent(self, parameters: float, trainable: float) -> float:
+        """Bytes that a rank sends in a step for such a unit."""
+        found, passes = self.messages(parameters, trainable), self.run.accumulation
+        gathers = passes if self.kept else 2 * passes  # for forward and, where they have gone, for backward
+        counts = ((gathers, found.gather), (1 if self.run.keep_local else passes, found.reduce), (1, found.publish))
+        return sum(count * message.sent for count, messages in counts for message in messages)

@@ -17,6 +17,12 @@ from zerostage.mistakes import InputError, closest
 from zerostage.planning.timing.network import Calibrated, Network, parse
 
 GIB = 2**30
+#: How much of the card a plan fills. torch's allocator cannot use all of it: blocks that were cut for one size stay where
+#: they are while a neighbour lives, and it takes memory from the driver in pieces of 2 MiB to 20 MiB and more.
+FILL = 0.95
+#: Of a card's memory bandwidth, what streaming kernels reach (BabelStream's triad: 1.8 of 2.0 TB/s on A100, 3.0 of
+#: 3.35 on H100; PyTorch's elementwise kernels are a little below it).
+MEMORY_REACHED = 0.85
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,10 @@ class Card:
     def context_bytes(self) -> int:
         """What CUDA's context and NCCL take outside torch: 0.5 GiB, and as much again for NCCL's channels on NVLink."""
         return GIB if self.link_bytes_per_s >= 100e9 else GIB // 2
+
+    def left(self, allocated: int) -> int:
+        """Bytes of what a plan fills that are left beside the context and so many allocated ones; negative: they do not fit."""
+        return int(FILL * self.usable_bytes) - allocated - self.context_bytes
 
     @property
     def flops(self) -> float:
@@ -120,7 +130,7 @@ CARDS: dict[str, Card] = {
 
 _VENDORS = re.compile(r"nvidia|amd|instinct|geforce|rtx|tesla|quadro|generation")
 _BASES = sorted({re.sub("^rtx", "", name.lower().split("-")[0]) for name in CARDS}, key=len, reverse=True)
-_REST = re.compile(r"sxm\d?|hbm\d?e?|nvl\d*|oam|vram|\d+w|pcie|ada|\d+(gb|gib|g)?")
+_REST = re.compile(r"sxm\d?|dgxs|hbm\d?e?|nvl\d*|oam|vram|\d+w|pcie|ada|\d+(gb|gib|g)?")
 
 
 def card(name: str) -> Card:
@@ -165,11 +175,6 @@ class Machine:
     @property
     def ranks(self) -> int:
         return self.nodes * self.gpus_per_node
-
-    @property
-    def network_bytes_per_s(self) -> float | None:
-        """One way, of a whole node."""
-        return self.network.bytes_per_s if self.network else None
 
     def with_ranks(self, ranks: int) -> Machine:
         """As many of the same nodes as `ranks` cards need, or a part of one; a network is assumed where there was none."""
@@ -228,7 +233,7 @@ class Machine:
             raise InputError(f"{path}: {', '.join(numbers)} must be numbers above 0; write it again with `zerostage calibrate`")
         flops, memory, per_node = float(data["flops_reached"]), int(data["memory_bytes"]), int(data["ranks_per_node"])
         assumed = [f"speeds measured in {path}"]
-        bandwidth = float(data.get("memory_bytes_per_s") or 0) / 0.85  # a copy reaches 85% of the data sheet's figure
+        bandwidth = float(data.get("memory_bytes_per_s") or 0) / MEMORY_REACHED
         try:
             known = card(data["device"])
         except InputError:  # a CPU, or a card that is not in the table
@@ -256,13 +261,8 @@ def usual_network(known: Card, gpus_per_node: int, assumed: list[str]) -> Networ
     return link
 
 
-def machine(
-    gpu: str, nodes: int = 1, gpus_per_node: int = 8, network: str | None = None, assumed: list[str] | None = None
-) -> Machine:
-    """A machine from what a command line says. `network` as `network.parse` reads it.
-
-    assumed: where given, what had to be assumed is added to it as well. Raises InputError.
-    """
+def machine(gpu: str, nodes: int = 1, gpus_per_node: int = 8, network: str | None = None) -> Machine:
+    """A machine from what a command line says. `network` as `network.parse` reads it. Raises InputError."""
     known, notes = card(gpu), []
     for what, count in (("nodes", nodes), ("GPUs per node", gpus_per_node)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -270,6 +270,4 @@ def machine(
     link = parse(network, gpus_per_node) if network else None
     if link is None and nodes > 1:
         link = usual_network(known, gpus_per_node, notes)
-    if assumed is not None:
-        assumed += notes
     return Machine(known, nodes, gpus_per_node, link, None, tuple(notes))

@@ -41,9 +41,7 @@ class Layout3D:
     fits: bool
     step_s: float
     compute_s: float
-    tensor_s: float  # all-gathers and reduce-scatters within layers, none of it hidden
     bubble_s: float
-    data_s: float  # gradients and updated weights between replicas, as far as it is not hidden
     tokens_per_s_per_gpu: float
     mfu: float
 
@@ -133,9 +131,9 @@ def timed(
     m = max(1, machine.ranks * run.micro_batch * run.accumulation // (d * b))
     tokens, h = b * run.sequence, architecture.hidden
     worker = Worker(architecture, run, machine.card, tensor=t, tokens=tokens)
-    inside = {block.name for block in blocks}
-    layers = [worker.unit(unit) for unit in architecture.units if unit.name in inside]
-    layer = Seconds(*(sum(getattr(own, what) for own in layers) / len(layers) for what in ("forward", "backward", "recompute")))
+    repeated = [unit for unit in architecture.units if unit.name in architecture.block_names]
+    layers = [worker.unit(unit) for unit in repeated]
+    layer = Seconds(*(sum(getattr(own, what) for own in layers) / len(layers) for what in ("forward", "backward")))
     head = worker.head()
     per_stage = -(-len(blocks) // p)
 
@@ -151,8 +149,8 @@ def timed(
         if machine.network and machine.ranks > machine.gpus_per_node:
             rate = machine.network.bytes_per_s * machine.network.reached / machine.gpus_per_node
         between = 2 * size / rate
-    outside = sum(w.numel for w in architecture.weights) - sum(u.numel for u in architecture.units if u.name in inside)
-    inner = sum(u.numel for u in architecture.units if u.name in inside) / len(blocks) * per_stage
+    inside = sum(unit.numel for unit in repeated)
+    outside, inner = architecture.parameters - inside, inside / len(blocks) * per_stage
     own = (inner + (outside if p == 1 or architecture.tied else outside / 2)) / t  # embedding first, head last
     data = collective_s(machine, "reduce_scatter", 4 * own, d, t) + collective_s(machine, "all_gather", 2 * own, d, t)
     hidden = min(data * (1 - 1 / per_stage), per_stage * layer.backward)
@@ -171,8 +169,8 @@ def timed(
     total = tokens * m * d / machine.ranks
     return Layout3D(
         t, p, d, b, m, round(state), round(activations),
-        state + activations + machine.card.context_bytes <= 0.95 * machine.card.usable_bytes,
-        step, compute, m * len(blocks) / p * tensor_layer, (p - 1) * stage, data - hidden, total / step,
+        machine.card.left(round(state + activations)) >= 0,
+        step, compute, (p - 1) * stage, total / step,
         flops_per_token(architecture, run.sequence) * total / step / machine.card.flops_peak,
     )  # fmt: skip
 

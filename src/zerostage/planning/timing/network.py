@@ -143,23 +143,21 @@ def collective_s(machine: Machine, kind: str, size: float, ranks: int, stride: i
     if measured:
         return measured
     inside = max(1, machine.gpus_per_node // stride)  # ranks of one group in one node
-    share = (ranks - 1) / ranks
+    egress = size * (ranks - 1) / ranks
     within = machine.measured.network(across=False) if machine.measured else None
     link = within.bytes_per_s if within else machine.card.link_bytes_per_s * LINK_REACHED
     if machine.network is None or ranks <= inside:
-        start, hop, rate = START_S, within.hop_s if within else HOP_S, link
-        egress = size * share
+        hop, rate = within.hop_s if within else HOP_S, link
     else:
-        start, hop = START_S, machine.network.hop_s
+        hop = machine.network.hop_s
         groups = machine.gpus_per_node // inside
-        rate = min(machine.network.bytes_per_s * machine.network.reached / max(1, groups), link)
-        egress = size * share
+        rate = min(machine.network.bytes_per_s * machine.network.reached / groups, link)
         if kind == "exchange":
-            egress = size * max(share, inside * (ranks - inside) / ranks)
+            egress = max(egress, size * inside * (ranks - inside) / ranks)
     if kind == "send":
-        return start + hop + size / rate
+        return START_S + hop + size / rate
     if kind == "exchange":  # all at once, not hop by hop
-        return start + hop * math.log2(ranks) + egress / rate
+        return START_S + hop * math.log2(ranks) + egress / rate
     if kind == "all_reduce":  # a double binary tree where hops matter more than bytes (NCCL since 2.4)
-        return start + 2 * egress / rate + 2 * hop * min(ranks - 1, 2 * math.ceil(math.log2(ranks)))
-    return start + hop * (ranks - 1) + egress / rate
+        return START_S + 2 * egress / rate + 2 * hop * min(ranks - 1, 2 * math.ceil(math.log2(ranks)))
+    return START_S + hop * (ranks - 1) + egress / rate

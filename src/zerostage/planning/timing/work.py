@@ -10,12 +10,9 @@ import math
 from dataclasses import dataclass
 
 from zerostage.planning.model.architecture import Architecture, Block, Unit, Weight
-from zerostage.planning.run import ITEMSIZE, Run
-from zerostage.planning.timing.hardware import Card
+from zerostage.planning.run import ITEMSIZE, MOMENTS, Run
+from zerostage.planning.timing.hardware import MEMORY_REACHED, Card
 
-#: Of a card's memory bandwidth, what streaming kernels reach (BabelStream's triad: 1.8 of 2.0 TB/s on A100, 3.0 of
-#: 3.35 on H100; PyTorch's elementwise kernels are a little below it).
-MEMORY_REACHED = 0.85
 #: Seconds of host time for one eager operation of a forward or backward: dispatch, autograd, launch.
 LAUNCH_S = 8e-6
 #: A flash-attention backward recomputes the scores: five products for the forward's two, and it reaches 0.85 of the
@@ -24,16 +21,8 @@ ATTENTION_BACKWARD, ATTENTION_BACKWARD_RATE = 2.5, 0.85
 #: fp32 products without TF32 (torch's default) against bf16: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100.
 FP32_RATE = 1 / 16
 
-_ROWS = (
-    "o_proj",
-    "out_proj",
-    "wo",
-    "down_proj",
-    "w2",
-    "c_proj",
-    "dense_4h_to_h",
-    "fc2",
-)  # divided by inputs in tensor parallelism
+#: Modules whose weights are divided by inputs in tensor parallelism.
+_ROWS = ("o_proj", "out_proj", "wo", "down_proj", "w2", "c_proj", "dense_4h_to_h", "fc2")
 
 
 def is_lookup(weight: Weight, architecture: Architecture) -> bool:
@@ -68,14 +57,13 @@ def flops_per_token(architecture: Architecture, sequence: int) -> float:
 
 @dataclass(frozen=True)
 class Seconds:
-    """One unit's computation for one micro-batch. `backward` contains `recompute`."""
+    """One unit's computation for one micro-batch. `backward` contains what is recomputed."""
 
     forward: float
     backward: float
-    recompute: float = 0.0
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.forward + other.forward, self.backward + other.backward, self.recompute + other.recompute)
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
 
 
 class Worker:
@@ -87,8 +75,6 @@ class Worker:
         self.rate = card.flops * (FP32_RATE if run.weights == "fp32" else 1)
         self.item = ITEMSIZE[run.weights]
         self.wide = self.item / 2  # activations are counted in bf16
-        #: Adapters that the architecture does not list yet: all weights of the blocks are frozen and have one beside them.
-        self.adapters = run.lora_rank if all(weight.trainable for weight in architecture.weights) else 0
         self._blocks = {block.name: block for block in architecture.blocks}
         self._known: dict[tuple, Seconds] = {}
 
@@ -127,12 +113,8 @@ class Worker:
         n, k = (n, k / self.tensor) if row_wise else (n / self.tensor, k)
         forward = count * self.product_s(rows, n, k)
         backward = count * self.product_s(rows, k, n)
-        if weight.trainable and not self.adapters:
+        if weight.trainable:
             backward += count * self.product_s(n, k, rows)
-        elif self.adapters and not is_head(weight, self.architecture):
-            adapters = self.adapters * (n + k)
-            forward += 2 * rows * adapters / self.rate + self.moved_s(6 * rows * n)
-            backward += 4 * rows * adapters / self.rate + self.moved_s(6 * rows * n)
         return forward, backward
 
     def _attention(self, block: Block) -> tuple[float, float]:
@@ -205,7 +187,7 @@ class Worker:
         elif self.run.checkpointing == "selective":  # every other product; attention's output is kept
             recompute = max(products / 2 + self.moved_s(moved), kernels * LAUNCH_S)
         backward = max(backward + attended_back + self.moved_s(moved_back), kernels_back * LAUNCH_S)
-        return Seconds(forward, backward + recompute, recompute)
+        return Seconds(forward, backward + recompute)
 
     def head(self) -> Seconds:
         """Seconds of the logits and the loss of one micro-batch.
@@ -232,7 +214,7 @@ class Worker:
         master = ITEMSIZE[run.weights if run.master == "none" else run.master]
         moment = ITEMSIZE[run.moments] if run.moments else master
         gradient = ITEMSIZE[run.gradients] if run.gradients else self.item
-        moments = {"adamw": 2, "momentum": 1, "sgd": 0, "adafactor": 0}[run.optimizer]
+        moments = MOMENTS[run.optimizer]
         size = 2 * master + 2 * moment * moments + gradient + (self.item if run.master not in ("none", run.weights) else 0)
         foreach = run.optimizer_kernel == "foreach" or run.optimizer_kernel is None and run.engine in ("fsdp1", "ddp")
         if run.optimizer == "adafactor":

@@ -156,6 +156,7 @@ class Buffers:
 class Flight:
     """A reduction under way: for each collective to come, bytes sent, received, and of the copies in which the parts are added."""
 
+    unit: Unit
     collectives: list[tuple[int, int, int]]
     aside: int  # bytes of earlier micro-batches' sum, in whose place the gradients came
     ranks: int
@@ -259,9 +260,8 @@ class Zerostage(Buffers):
         own = whole if self.partition.gradients > 1 else 0
         if sum(flight.counted for flight in self.flying) + own + whole + ahead > self.allowed:
             self._proceed()
-        self.keep(unit, whole // self.partition.gradients)
         aside = whole // self.ranks if unit.name in self.summed and self.partition.gradients == 1 else 0
-        flight = Flight(self._collectives(unit), aside, self.ranks)
+        flight = Flight(unit, self._collectives(unit), aside, self.ranks)
         self.summed.add(unit.name)
         self.track.change("reduce", flight.now - own - aside)
         self.track.change("reduce", -last)
@@ -291,6 +291,8 @@ class Zerostage(Buffers):
         for flight in self.flying:
             before = flight.now
             wide, following = flight.collectives[0][2], flight.collectives[1:]
+            if not following:
+                self.keep(flight.unit, self.gradient(flight.unit) // self.partition.gradients)
             self.track.change("reduce", wide + (following[0][0] if following else 0))
             self.track.change("reduce", -wide)
             del flight.collectives[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -61,7 +62,9 @@ def plan(
     settings = _run(fields)
     architecture = models.resolve(model if model is not None or params else given.model, params=params, lora_rank=settings.lora_rank)
     assumed += architecture.assumed
-    options = {name: value for name, value in given.options(architecture.hidden).items() if name in Run.model_fields and name not in fields}
+    options = {name: value for name, value in given.options(architecture.hidden).items() if name not in fields}
+    left_out += [f"{name} in {source}" for name in options if name not in Run.model_fields]
+    options = {name: value for name, value in options.items() if name in Run.model_fields}
     settings = _defaults(_run({**fields, **options}), fields, architecture, assumed)
     _capable(settings)
     if given.run.get("engine", settings.engine) != settings.engine:
@@ -76,33 +79,14 @@ def plan(
     if stage is None and partition is None:
         stage, partition = given.stage, _divided(given)
     counts, ranks_given = _counts(machine, nodes, ranks or (given.ranks and given.ranks // settings.tensor))
-    candidates: list[Candidate] = []
-    engine = BUFFERS[settings.engine]
     fixed = ranks_given or machine is None  # else the smallest number of ranks is looked for
-    _wanted(stage, partition, counts[-1], settings.engine)  # a mistake is told before anything is computed
     if simulate:
         if machine is None and not ranks and not given.ranks or machine and not ranks_given:
             raise InputError("a simulation is of one number of ranks: give --ranks N, or --gpu and --nodes")
         counts = counts[-1:]
-    source_model = model if model is not None else given.model
-    asked: Candidate | None = None
-    further = 0  # numbers of ranks beyond the smallest that something fits on
-    for n in counts:
-        fleet = machine.with_ranks(n) if machine else None
-        found = [p for p in partitions(n, machine.gpus_per_node if machine else n) if n == 1 or p.stage(n) in engine.stages]
-        wanted = None
-        if not fixed or n == counts[-1]:
-            wanted = _wanted(stage, partition, n, settings.engine) if partition is None or n % partition.optimizer == 0 else None
-        for candidate in [*found, *([wanted] if wanted and wanted not in found else [])]:
-            simulated = _simulated(source_model, settings, candidate, n) if simulate and wanted in (None, candidate) else None
-            answer, track, duration = row(architecture, settings, candidate, n, fleet, simulated=simulated)
-            candidates.append(Candidate(candidate, answer, duration, track))
-            if candidate == wanted and (asked is None or not asked.row.fits):
-                asked = candidates[-1]
-        further += asked.row.fits if asked else any(c.row.fits for c in candidates)
-        if not fixed and further > 2:
-            counts = counts[: counts.index(n) + 1]
-            break
+    _wanted(stage, partition, counts[-1], settings.engine)  # a mistake is told before anything is computed
+    simulated = (model if model is not None else given.model,) if simulate else None
+    candidates, asked = _candidates(architecture, settings, machine, counts, fixed, stage, partition, simulated)
     recommendation = recommend(architecture, settings, machine, candidates, ranks_given, tokens) if machine and candidates else None
     assumed += candidates[-1].duration.assumed if candidates and candidates[-1].duration else ()
     shown = asked or next((c for c in candidates if recommendation and c.row == recommendation.row), None)
@@ -121,6 +105,36 @@ def plan(
     )
 
 
+def _candidates(
+    architecture: Architecture, run: Run, machine: Machine | None, counts: list[int], fixed: bool, stage: int | None,
+    partition: Partition | None, simulated: tuple[Any] | None,
+) -> tuple[list[Candidate], Candidate | None]:  # fmt: skip
+    """Every stage and hybrid on every number of ranks, and the one that was asked for.
+
+    fixed: what is asked for is on the last of `counts`. Else on the first on which it fits; and two numbers beyond the first
+    on which something fits are enough. simulated: the model to simulate, if one is, in a tuple.
+    """
+    candidates: list[Candidate] = []
+    asked: Candidate | None = None
+    further = 0
+    stages = BUFFERS[run.engine].stages
+    for n in counts:
+        fleet = machine.with_ranks(n) if machine else None
+        found = [p for p in partitions(n, machine.gpus_per_node if machine else n) if n == 1 or p.stage(n) in stages]
+        wanted = None
+        if (not fixed or n == counts[-1]) and (partition is None or n % partition.optimizer == 0):
+            wanted = _wanted(stage, partition, n, run.engine)
+        for candidate in [*found, *([wanted] if wanted and wanted not in found else [])]:
+            known = _simulated(*simulated, run, candidate, n) if simulated and wanted in (None, candidate) else None
+            candidates.append(Candidate(candidate, *row(architecture, run, candidate, n, fleet, simulated=known)))
+            if candidate == wanted and (asked is None or not asked.row.fits):
+                asked = candidates[-1]
+        further += asked.row.fits if asked else any(c.row.fits for c in candidates)
+        if not fixed and further > 2:
+            break
+    return candidates, asked
+
+
 def _checked(ranks: Any, params: Any, tokens: Any, *counts: Any) -> tuple[Any, Any, Any]:
     """Numbers of ranks, parameters and tokens; the last two may be given as text, '7B' for example."""
     many = list(ranks) if isinstance(ranks, (list, tuple)) else [] if ranks is None else [ranks]
@@ -128,6 +142,8 @@ def _checked(ranks: Any, params: Any, tokens: Any, *counts: Any) -> tuple[Any, A
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{value!r} is no number of ranks, nodes or GPUs: give whole numbers of 1 or more")
     params, tokens = (number(name, x) if isinstance(x, str) else x for name, x in (("params", params), ("tokens", tokens)))
+    if tokens is not None and not 0 < tokens < math.inf:
+        raise InputError(f"tokens is {tokens!r}: give a positive number such as 1e9")
     return ranks, params, tokens
 
 

@@ -29,8 +29,8 @@ class Candidate:
 
     partition: Partition
     row: Row
+    track: Track | None  # its memory over a step
     duration: Duration | None
-    track: Track | None = None
 
 
 def recommend(

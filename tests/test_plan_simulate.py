@@ -17,9 +17,9 @@ from torch import nn
 import zerostage
 from zerostage import collectives
 from zerostage.mistakes import InputError
-from zerostage.planning.memory.buffers import Zerostage
 from zerostage.planning.memory.track import Track
 from zerostage.planning.memory.walk import walk
+from zerostage.planning.memory.zerostage import Zerostage
 from zerostage.planning.model.resolve import resolve
 from zerostage.planning.run import Run
 from zerostage.planning.simulation.builders import builder

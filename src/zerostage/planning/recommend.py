@@ -41,7 +41,7 @@ def recommend(
     fitting = [n for n in counts if any(c.row.fits for c in candidates if c.row.ranks == n)]
     ranks = (counts[-1] if ranks_given else fitting[0]) if fitting and (not ranks_given or counts[-1] in fitting) else None
     if ranks is None:
-        return _nothing_fits(architecture, run, machine, candidates, counts, fitting)
+        return _nothing_fits(architecture, run, machine, candidates)
     here = [c for c in candidates if c.row.ranks == ranks]
     best = _best([c for c in here if c.row.fits])
     reasons = [_state(architecture, run, best), *_why(architecture, here, best, machine)]
@@ -148,14 +148,14 @@ def _other_layouts(answer: Recommendation, architecture: Architecture, run: Run,
         answer.fits, answer.row = True, None
 
 
-def _nothing_fits(
-    architecture: Architecture, run: Run, machine: Machine, candidates: list[Candidate], counts: list[int], fitting: list[int]
-) -> Recommendation:
-    least = min(candidates, key=lambda c: (c.row.ranks != counts[-1], c.row.peak_allocated))
+def _nothing_fits(architecture: Architecture, run: Run, machine: Machine, candidates: list[Candidate]) -> Recommendation:
+    """The setting that lacks least on the largest number of ranks, and what would fit instead."""
+    least = min(candidates, key=lambda c: (-c.row.ranks, c.row.peak_allocated))
     reasons = [
         _state(architecture, run, least),
         f"nothing fits on {_gpus(least.row.ranks)}: {least.row.layout} needs {_gb(least.row.peak_allocated)} a rank in its "
-        f"{least.row.peak_phase} phase, {_gb(-least.row.left)} more than can be planned with on the {machine.card.name} ({FILL:.0%} of {_gb(machine.card.usable_bytes)} less the context)",
+        f"{least.row.peak_phase} phase, {_gb(-least.row.left)} more than can be planned with on the {machine.card.name} "
+        f"({FILL:.0%} of {_gb(machine.card.usable_bytes)} less the context)",
     ]
     answer = _answer(least, machine, reasons)
     answer.choices = choices(architecture, run, machine, least)
@@ -214,8 +214,8 @@ def _fits(architecture: Architecture, run: Run, machine: Machine, best: Candidat
     return row(architecture, run.model_copy(update=values), best.partition, best.row.ranks, machine, timed=False)[0].fits
 
 
-def _largest(fits: Callable[[int], bool], start: int, unit: int) -> int | None:
-    """The largest multiple of `unit` that fits, from `start`, which does. None: it does not end below a million."""
+def _largest(fits: Callable[[int], bool], start: int, unit: int) -> int:
+    """The largest multiple of `unit` that fits, from `start`, which does; above 64 units to within 1 in 64."""
     low, high = start, 2 * start
     while fits(high):
         low, high = high, 2 * high

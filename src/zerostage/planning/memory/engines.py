@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from zerostage.planning.memory.buffers import Buffers, Zerostage
+from zerostage.planning.memory.buffers import Buffers
 from zerostage.planning.memory.deepspeed import DeepSpeed
 from zerostage.planning.memory.megatron import Megatron
+from zerostage.planning.memory.zerostage import Zerostage
 from zerostage.planning.model.architecture import Unit
 from zerostage.planning.run import ITEMSIZE
 

@@ -346,6 +346,13 @@ def test_numbers_may_be_text_in_python_too() -> None:
             zerostage.plan(**{"params": 7e9, **wrong})
 
 
+def test_settings_go_by_the_names_of_the_training_command_too() -> None:
+    asked = zerostage.plan("gpt2", ranks=2, sequence_length=256, activation_checkpointing="none", micro_batch_size=2)
+    assert (asked.run["sequence"], asked.run["checkpointing"], asked.run["micro_batch"]) == (256, "none", 2)
+    done = command("gpt2", "--ranks", "2", "--sequence-length", "256", "--activation-checkpointing", "none", "--micro-batch-size", "2", "--json")
+    assert json.loads(done.stdout) == asked.model_dump(mode="json")
+
+
 def test_unknown_settings_are_refused_by_name() -> None:
     with pytest.raises(InputError, match="there is no setting 'microbatch'; did you mean micro_batch?"):
         zerostage.plan("llama-3.1-8b", microbatch=2)

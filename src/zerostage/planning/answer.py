@@ -17,7 +17,7 @@ from zerostage.planning.model import resolve as models
 from zerostage.planning.model.architecture import Architecture
 from zerostage.planning.recommend import Candidate, recommend
 from zerostage.planning.rows import partitions, row, state_bytes
-from zerostage.planning.run import Run
+from zerostage.planning.run import ALSO, Run
 from zerostage.planning.schema import Plan, Row
 from zerostage.planning.timing import hardware
 from zerostage.planning.timing.hardware import FILL, Machine
@@ -58,7 +58,7 @@ def plan(
     ranks, params, tokens = _checked(ranks, params, tokens, nodes, gpus_per_node)
     given = read(source, ranks if isinstance(ranks, int) else None) if source else Given("")
     assumed, left_out = list(given.assumed), [f"{key} in {source}" for key in given.ignored]
-    fields = {**given.run, **{key: value for key, value in run.items() if value is not None}}
+    fields = {**given.run, **_named(run)}
     settings = _run(fields)
     architecture = models.resolve(model if model is not None or params else given.model, params=params, lora_rank=settings.lora_rank)
     assumed += architecture.assumed
@@ -182,10 +182,16 @@ def _divided(given: Given) -> Partition | None:
     return None
 
 
-def _run(fields: dict[str, Any]) -> Run:
-    for name in fields:
+def _named(fields: dict[str, Any]) -> dict[str, Any]:
+    """The settings that were given, by the names of `Run`."""
+    found = {ALSO.get(name, name): value for name, value in fields.items() if value is not None}
+    for name in found:
         if name not in Run.model_fields:
             raise InputError(f"there is no setting '{name}'{closest(name, Run.model_fields)}")
+    return found
+
+
+def _run(fields: dict[str, Any]) -> Run:
     try:
         return Run(**fields)
     except ValidationError as error:
@@ -202,7 +208,7 @@ def _defaults(run: Run, given: dict[str, Any], architecture: Architecture, assum
     elif positions and run.sequence > positions:
         assumed.append(f"sequences of {run.sequence} tokens, where the model was made for {positions}")
     unsaid = {"sequence": f"sequences of {run.sequence} tokens", "micro_batch": f"a micro-batch of {run.micro_batch}",
-              "checkpointing": f"{run.checkpointing} activation checkpointing", "optimizer": "AdamW"}  # fmt: skip
+              "checkpointing": f"{'no' if run.checkpointing == 'none' else run.checkpointing} activation checkpointing", "optimizer": "AdamW"}  # fmt: skip
     assumed += [text for key, text in unsaid.items() if key not in given and architecture.blocks]
     return run
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from zerostage.mistakes import InputError
-from zerostage.planning.run import Run
+from zerostage.planning.run import ALSO, Run
 
 #: Exit codes: the asked setting fits (or none was asked for, and something does), or it does not.
 FITS, DOES_NOT_FIT = 0, 3
@@ -38,13 +38,14 @@ class PlanCommand(click.Command):
             kinds = [kind for kind in (typing.get_args(hints[name]) or (hints[name],)) if kind is not type(None)]
             choices = [value for kind in kinds for value in typing.get_args(kind)] or [kind for kind in kinds if isinstance(kind, str)]
             flag = "--" + name.replace("_", "-")
+            flags = [flag, *("--" + other.replace("_", "-") for other, field_name in ALSO.items() if field_name == name), name]
             shown = f"{field.description} [{field.default}]" if field.default is not None else str(field.description)
             if field.annotation is bool or bool in kinds:
                 self.params.append(click.Option([f"{flag}/--no-{flag[2:]}"], default=None, help=shown.replace("[False]", "[no]")))
             elif choices:
-                self.params.append(click.Option([flag], metavar="|".join(choices), help=shown))
+                self.params.append(click.Option(flags, metavar="|".join(choices), help=shown))
             else:
-                self.params.append(click.Option([flag], type=Whole(), metavar="N", help=shown))
+                self.params.append(click.Option(flags, type=Whole(), metavar="N", help=shown))
 
 
 @click.command(cls=PlanCommand)
@@ -57,7 +58,7 @@ class PlanCommand(click.Command):
 @click.option("--here", is_flag=True, help="the cards in this machine")
 @click.option("--calibration", metavar="FILE", help="what `zerostage calibrate` measured")
 @click.option("--from", "source", metavar="FILE", help="DeepSpeed JSON, accelerate or FSDP YAML, or torchtitan TOML that is in use")
-@click.option("--stage", type=int, metavar="0..3", help="ask for one stage, on the largest number of ranks: exit code 3 if it does not fit")
+@click.option("--stage", type=int, metavar="0..3", help="ask for one stage, on --ranks or all GPUs, or the fewest that it fits on: exit code 3 if it does not")
 @click.option("--ranks", metavar="N,N", help="numbers of data-parallel ranks")
 @click.option("--tokens", metavar="N", help="tokens of the whole training, for its cost: 1e9, 500M")
 @click.option("--simulate", is_flag=True, help="run the engine itself on fake tensors instead of the closed form (any model)")

@@ -52,7 +52,7 @@ def _head(console: Console, plan: Plan) -> None:
     console.print(f"{text} = {_number(total, size)} {unit} of {kept}; {unit} = {power} bytes", highlight=False)
     if plan.method != "training state only" or plan.machine:
         console.print(
-            f"A step: {run['accumulation']} x {run['micro_batch']} sequences of {run['sequence']} tokens a rank; {run['checkpointing']} "
+            f"A step: {run['accumulation']} x {run['micro_batch']} sequences of {run['sequence']} tokens a rank; {'no' if run['checkpointing'] == 'none' else run['checkpointing']} "
             f"activation checkpointing, {run['attention']} attention, {run['loss']} loss, {run['engine']}; {plan.method}", highlight=False,
         )  # fmt: skip
 

@@ -83,3 +83,9 @@ class Run(BaseModel):
 MOMENTS = {"adamw": 2, "momentum": 1, "sgd": 0, "adafactor": 0}
 #: Bytes of one element.
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 1, "none": 0}
+
+#: What `zerostage train`, Hugging Face and others call these settings.
+ALSO = {
+    "sequence_length": "sequence", "seq_len": "sequence", "micro_batch_size": "micro_batch", "activation_checkpointing": "checkpointing",
+    "gradient_accumulation": "accumulation", "gradient_accumulation_steps": "accumulation",
+}  # fmt: skip

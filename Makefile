@@ -11,8 +11,14 @@ train: $(VENV)/train.stamp
 	$(BIN)/python scripts/prepare.py --model $(MODEL) --text runs/text
 	HF_HUB_OFFLINE=1 $(BIN)/zerostage train --config examples/smollm2.toml
 
+# Two files at a time, and then, one after the other, those that measure time or fill the machine (see tests/conftest.py).
 test: $(VENV)/test.stamp
+ifdef TESTS
 	$(BIN)/python -m pytest $(TESTS)
+else
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -q -m alone
+endif
 
 # Train the same model under every engine in turn, about half an hour: tables, runs/bench/bench.json, bench.png and traces.
 bench: $(VENV)/bench.stamp

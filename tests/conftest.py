@@ -1,6 +1,18 @@
 import pytest
 import ranks
 
+#: Files that measure time, wait for timeouts, or start whole runs: nothing else shall run beside them.
+ALONE = {
+    "test_device_check", "test_failing_ranks", "test_plan_calibrate", "test_plan_engines", "test_ranks", "test_scaling", "test_schedule",
+    "test_slow_network", "test_tracing", "test_train",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem in ALONE:
+            item.add_marker(pytest.mark.alone)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _end_ranks():

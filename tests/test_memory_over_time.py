@@ -145,7 +145,8 @@ def forwards_alone(rank: int, n: int) -> list[list[int]]:
 def test_I5_a_forward_without_a_backward_leaves_nothing_behind() -> None:
     for by_stage in run(forwards_alone, n=2):
         for sizes in by_stage:
-            assert len(set(sizes)) == 1, by_stage
+            # what the transport's own threads still held of the initial values may go; nothing may come
+            assert sizes == sorted(sizes, reverse=True) and sizes[-1] == sizes[-2], by_stage
 
 
 def grown(rank: int, n: int) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@ import ranks
 
 #: Files that measure time, wait for timeouts, or start whole runs: nothing else shall run beside them.
 ALONE = {
-    "test_device_check", "test_failing_ranks", "test_plan_calibrate", "test_plan_engines", "test_ranks", "test_scaling", "test_schedule",
-    "test_slow_network", "test_tracing", "test_train",
+    "test_device_check", "test_failing_ranks", "test_plan_calibrate", "test_ranks", "test_scaling", "test_schedule", "test_slow_network",
+    "test_tracing",
 }  # fmt: skip
 
 

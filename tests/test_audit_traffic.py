@@ -1,15 +1,16 @@
 """The traffic of a step of each real engine on real ranks, against the exact account and against known factors."""
 
 import json
+import os
+import sys
 import threading
-import warnings
 
 import pytest
+import test_audit
 import torch
 import torch.distributed as dist
 from models import batch, mlp, tiny_llama
-from ranks import run
-from test_audit import adamw, ddp, fsdp, fsdp2, zero_redundancy
+from ranks import alone, run
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecision
 
@@ -58,9 +59,9 @@ def own(rank, n, cases):
         assert audit.bytes.get("all-gather", 0) == traffic.bytes["all_gather"]
         assert audit.bytes.get("reduce-scatter", 0) == traffic.bytes["reduce_scatter"]
         assert set(audit.bytes) <= {"all-gather", "reduce-scatter"}
-        assert traffic.expected(micro) == {"all_gather": audit.bytes["all-gather"], "reduce_scatter": audit.bytes["reduce-scatter"]}
+        assert traffic.expected(micro) == {name.replace("-", "_"): sent for name, sent in audit.bytes.items()}
         if n == 2:  # then an all-reduce sends what it is given, as the account counts it
-            assert audit.agreement_bytes == sum(traffic.bytes[name] for name in traffic.bytes if name not in ("all_gather", "reduce_scatter"))
+            assert audit.agreement_bytes == traffic.bytes["agreement"] > 0
         assert audit.agreement_calls > 0 and audit.notes == []
         json.dumps(audit.to_json())
         found.append(audit)
@@ -84,17 +85,20 @@ def test_zerostage_to_the_byte_at_every_stage():
 
 
 def test_zerostage_hybrids_frozen_weights_and_micro_batches():
-    cases = [(None, (2, 2, 2), True, False, 1), (None, (4, 2, 2), False, False, 1), (3, None, True, True, 1), (3, None, False, False, 3)]
+    hybrids = [(None, (2, 2, 2), True, False, 1), (None, (4, 2, 2), False, False, 1)]
+    cases = [*hybrids, (3, None, True, True, 1), (3, None, False, False, 3)]
     for found in run(own, n=4, cases=cases):
         hybrid, mixed, frozen, several = found
         assert hybrid.stages == mixed.stages == ()
-        assert hybrid.differs[0] == f"A hybrid's traffic: that of {Partition(2, 2, 2)}."
-        assert mixed.differs[0] == f"A hybrid's traffic: that of {Partition(4, 2, 2)}."
+        assert hybrid.differs[0].startswith(f"A hybrid's traffic: that of {Partition(2, 2, 2)}")
+        # whether the optimizer is divided over replicas too cannot be seen here
+        alike = [str(Partition(o, g, 2)) for o, g in ((2, 2), (4, 2), (4, 4))]
+        assert mixed.differs == [f"A hybrid's traffic: that of {' or '.join(alike)}."]
         assert hybrid.rows[0].collective == "all-gather" and hybrid.rows[0].dtype == "bfloat16"
         assert frozen.stages == (3,) and frozen.differs == []
         assert frozen.textbook[3] == pytest.approx(3 - 64 * 32 / frozen.parameters)
         assert several.stages == (3,) and several.differs == ["It is that of 3 micro-batches."]
-        assert several.total == pytest.approx(9, rel=0.01)
+        assert several.total == pytest.approx(9, rel=0.03)
 
 
 # -- Other engines: their known factors ------------------------------------------------------
@@ -103,7 +107,7 @@ def test_zerostage_hybrids_frozen_weights_and_micro_batches():
 def others(rank, n, cases, steps=3, clip=False):
     found = []
     for wrap, options, autocast in cases:
-        model, optimizer = globals()[wrap](tiny_llama(), **options)
+        model, optimizer = getattr(test_audit, wrap)(tiny_llama(), **options)
         step = trainer(model, optimizer, rank, autocast=autocast, clip=clip)
         for number in range(steps):
             step(number)
@@ -134,14 +138,15 @@ def test_the_factors_of_torch_engines():
 
     # the same bytes are 4 model sizes of what the model computes in
     assert autocast.bytes == single.bytes and autocast.model_sizes == {"all-reduce": 4.0} and autocast.dtype == "bfloat16"
-    assert autocast.stages == (0,) and autocast.differs == ["all-reduce carries float32, 2 times the bytes of bfloat16 an element."]
+    assert autocast.stages == (0,)
+    assert autocast.differs == ["all-reduce carries float32, 2 times the bytes of bfloat16 an element."]
 
     assert redundant.model_sizes == {"all-reduce": 2.0, "broadcast": pytest.approx(1.0)} and redundant.stages == (1, 2)
-    assert redundant.differs[0].startswith("Gradients are all-reduced, which sends 2.00 model sizes")
+    assert redundant.differs[0].startswith("Gradients are all-reduced: 2.00 model sizes")
 
     for audit in (grad_op, kept):
         assert audit.stages == (2,) or set(audit.stages) == {0, 1, 2}
-        assert audit.total == pytest.approx(2.0, rel=0.01) and audit.differs == []
+        assert audit.total == pytest.approx(2.0, rel=0.01) and set(audit.stages) == {0, 1, 2} and audit.differs == []
         assert audit.model_sizes == {"all-gather": pytest.approx(1.0, rel=0.01), "reduce-scatter": pytest.approx(1.0, rel=0.01)}
 
     assert reshard.stages == (3,) and reshard.total == pytest.approx(3.0, rel=0.01) and reshard.differs == []
@@ -156,7 +161,10 @@ def test_a_hybrid_of_fsdp_on_four_ranks():
     cases = [("fsdp", {"strategy": "HYBRID_SHARD", "nodes": 2}, False), ("fsdp2", {"reshard": True, "nodes": 2}, False)]
     for found in run(others, n=4, cases=cases):
         first, second = found
-        assert second.stages == () and second.differs[0] == f"A hybrid's traffic: that of {Partition(2, 2, 2)}."
+        for audit in found:
+            print(audit)
+            assert audit.stages == () and audit.differs[0] == f"A hybrid's traffic: that of {Partition(2, 2, 2)}."
+        assert "gathered once" in first.differs[1] and second.differs[1:] == []
         assert {row.collective: row.ranks for row in second.rows} == {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 2}
         size = whole_size()
         assert first.bytes["reduce-scatter"] == first.bytes["all-reduce"] == pytest.approx(4 * size / 2, rel=0.01)
@@ -196,14 +204,13 @@ def each_collective(rank, n):
         "functional gather": total(lambda: functional.all_gather_tensor(x, 0, dist.group.WORLD) + 1),
         "functional reduce": total(lambda: functional.all_reduce(x, "sum", dist.group.WORLD) + 1),
         "functional scatter": total(lambda: functional.reduce_scatter_tensor(out, "sum", 0, dist.group.WORLD) + 1),
-        "send": total(lambda: (dist.isend(x, (rank + 1) % n), dist.recv(out[:12], (rank - 1) % n))),
+        "send": total(lambda: wait([dist.isend(x, (rank + 1) % n), dist.irecv(out[:12], (rank - 1) % n)])),
         "batch": total(
-            lambda: [
-                work.wait()
-                for work in dist.batch_isend_irecv(
+            lambda: wait(
+                dist.batch_isend_irecv(
                     [dist.P2POp(dist.isend, x, (rank + 1) % n), dist.P2POp(dist.irecv, out[:12], (rank - 1) % n)]
                 )
-            ]
+            )
         ),
         "object": total(lambda: dist.all_gather_object([None] * n, "x")) > 0,
         "coalesced": total(lambda: coalesced(x)),
@@ -218,6 +225,11 @@ def each_collective(rank, n):
     dist.barrier()
     assert not hasattr(dist.ProcessGroup.allreduce, "__wrapped__")  # nothing is left behind
     return found
+
+
+def wait(works):
+    for work in works:
+        work.wait()
 
 
 def coalesced(x):
@@ -300,18 +312,11 @@ def test_ranks_that_differ_and_a_step_that_sends_nothing():
 
 
 def single(rank, n):
-    model, optimizer = zerostage_single()
+    model, optimizer = test_audit.plain(tiny_llama())
     return audit_traffic(model, lambda: trainer(model, optimizer, rank)(0))
 
 
-def zerostage_single():
-    model = tiny_llama()
-    return model, adamw(model)
-
-
 def test_one_rank_sends_nothing():
-    from ranks import alone
-
     audit = alone(single)
     assert (audit.total, audit.bytes, audit.stages, audit.agreement_bytes) == (0, {}, (0,), 0)
     assert str(audit).startswith("a step sends 0.00 model sizes per rank on 1 rank")
@@ -321,41 +326,55 @@ def test_one_rank_sends_nothing():
 
 # -- DeepSpeed -------------------------------------------------------------------------------
 
+#: Release weights at once, however few they are.
+RELEASE = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
 
-def deepspeed(rank, n, stage, zero=None):
-    import os
 
+def deepspeed(rank, n, cases):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", CUDA_VISIBLE_DEVICES="")
-    import sys
-
     import deepspeed
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # its shared-memory collectives want a compiler
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    model = tiny_llama(layers=4, hidden=64)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, **(zero or {})},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**6,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config)
+    found = []
+    for zero in cases:
+        model = tiny_llama(layers=4)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**6,
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-    def step(number):
-        loss = engine(**batch(rank, number)).loss
-        engine.backward(loss)
-        engine.step()
+        def step(number):
+            engine.backward(engine(**batch(rank, number)).loss)
+            engine.step()
 
-    for number in range(3):
-        step(number)
-    return audit_traffic(engine, lambda: step(3))
+        for number in range(3):
+            step(number)
+        found.append(audit_traffic(engine, lambda: step(3)))
+    return found
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_the_factors_of_deepspeed(stage):
+def test_the_factors_of_deepspeed():
     pytest.importorskip("deepspeed")
-    for audit in run(deepspeed, n=2, keep=False, stage=stage):
-        print(audit)
+    cases = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3, **RELEASE}, {"stage": 3}]
+    for found in run(deepspeed, n=2, keep=False, cases=cases):
+        for audit in found:
+            print(audit)
+        zero, one, two, three, kept = found
+        assert all(audit.dtype == "bfloat16" and audit.parameters == whole_size(layers=4) for audit in found)
+        assert zero.model_sizes == {"all-reduce": 2.0} and zero.stages == (0,)
+        # where the textbook reduce-scatters the gradients and sends 2
+        for audit in (one, two):
+            assert audit.model_sizes == {"all-reduce": pytest.approx(2.0, rel=0.01), "all-gather": pytest.approx(1.0, rel=0.01)}
+            assert audit.stages == (1, 2) and audit.textbook[2] == 2.0
+            text = "Gradients are all-reduced: 2.00 model sizes of elements, where a reduce-scatter sends 1.00."
+            assert audit.differs == [text]
+        assert three.total == pytest.approx(3.0, rel=0.01) and three.stages == (3,) and three.notes == []
+        # a model below its threshold of live parameters is not released after forward
+        assert kept.total == pytest.approx(2.0, rel=0.01) and kept.stages == (0, 1, 2)
+        assert kept.notes == ["Configured is DeepSpeed stage 3, of which the textbook sends 3.00."]

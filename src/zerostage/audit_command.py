@@ -20,19 +20,21 @@ AGREES, DIFFERS = 0, 4
 @click.argument("name", required=False, metavar="[MODEL]")
 @click.option("--model", metavar="MODEL", help="the same as MODEL")
 @click.option("--params", metavar="N", help="only a number of parameters instead of a model: 70.6e9, 7B or 135M")
-@click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="data-parallel ranks of the run [as many as there are readings]")
-@click.option("--used", metavar="SIZE,...", help="memory of a rank, or of each: 157GB (1e9 bytes), 146GiB (2^30), 149000MiB, or bytes")
+@click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="data-parallel ranks of the run [as many as readings]")
+@click.option("--used", metavar="SIZE,...", help="memory of a rank, or of each: 157GB (1e9 bytes), 146GiB (2^30), MiB, or bytes")
 @click.option("--gpu", is_flag=True, help="read the processes on the cards of this machine, as nvidia-smi shows them")
 @click.option(
     "--reading", "kind", metavar="|".join(get_args(Kind)),
-    help="what --used is of: nvidia-smi, or torch.cuda's memory_reserved, max_memory_allocated (peak), or memory_allocated between steps "
-    "[any of them]",
+    help="what --used is of: nvidia-smi, or torch.cuda's memory_reserved, max_memory_allocated (peak), or memory_allocated "
+    "between steps [any of them]",
 )  # fmt: skip
 @click.option("--stage", type=int, metavar="0..3", help="the configured stage: exit code 4 if it does not explain the reading")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="N", help="for the hybrids [8]")
 @click.option("--json", "as_json", is_flag=True, help="whole bytes as JSON instead of a table")
-def audit(name: str | None, model: str | None, params: str | None, ranks: int | None, used: str | None, gpu: bool, kind: str | None,
-          stage: int | None, gpus_per_node: int | None, as_json: bool, **run: Any) -> None:  # fmt: skip
+def audit(
+    name: str | None, model: str | None, params: str | None, ranks: int | None, used: str | None, gpu: bool, kind: str | None,
+    stage: int | None, gpus_per_node: int | None, as_json: bool, **run: Any,
+) -> None:  # fmt: skip
     """Say which ZeRO stages explain the memory of a run, read from outside it, and which are impossible.
 
     MODEL: as for `zerostage plan`. Inside a run, zerostage.audit(model, optimizer) measures the stage itself.
@@ -43,7 +45,8 @@ def audit(name: str | None, model: str | None, params: str | None, ranks: int | 
     if model is None and params is None:
         raise InputError("give a model (a name, config.json, folder or module:function), or --params with a number of parameters")
     if (used is None) != gpu:
-        raise InputError("give either --used SIZE or --gpu, not both" if gpu else "give --used with the memory of a rank, such as 157GB, or --gpu")
+        missing = "give --used with the memory of a rank, such as 157GB, or --gpu"
+        raise InputError("give either --used SIZE or --gpu, not both" if gpu else missing)
     if gpu and kind not in (None, "nvidia-smi"):
         raise InputError(f"--gpu reads what nvidia-smi shows, not {kind}: leave --reading out, or give --used")
     from zerostage import readings

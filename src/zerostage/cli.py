@@ -9,6 +9,7 @@ import sys
 import click
 
 from zerostage import __version__
+from zerostage.audit_command import audit
 from zerostage.mistakes import InputError, closest
 from zerostage.planning.command import plan
 from zerostage.train import config as settings
@@ -48,7 +49,7 @@ class TrainCommand(click.Command):
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__)
 def group() -> None:
-    """Plan and train ZeRO data parallelism on PyTorch."""
+    """Plan, train and audit ZeRO data parallelism on PyTorch."""
 
 
 @group.command(cls=TrainCommand)
@@ -84,6 +85,7 @@ def _train(config: settings.TrainConfig) -> None:
 
 
 group.add_command(plan)
+group.add_command(audit)
 
 
 @group.command()

@@ -18,21 +18,20 @@ def show(reading: Reading, console: Console | None = None) -> None:
     model, run, bytes_ = reading.model, reading.run, reading.judged.bytes
     name = "" if model["family"] == "parameters" else f"{model['name']}: "
     what = "" if reading.kind == "any" else f" ({reading.kind})"
-    console.print(f"{name}{model['parameters']:,} parameters on {reading.ranks} rank{'s' * (reading.ranks > 1)}, {run['engine']}", markup=False)
-    console.print(
-        f"read: {_number(bytes_, size)} {unit} a rank{what} = {bytes_ / GIB:,.2f} GiB; {unit} = {'1e9' if unit == 'GB' else '1e6'} bytes, "
-        "GiB = 2^30",
-        markup=False,
-    )
+    ranks = f"{reading.ranks} rank{'s' * (reading.ranks > 1)}"
+    console.print(f"{name}{model['parameters']:,} parameters on {ranks}, {run['engine']}", markup=False)
+    units = f"{unit} = {'1e9' if unit == 'GB' else '1e6'} bytes, GiB = 2^30"
+    console.print(f"read: {_number(bytes_, size)} {unit} a rank{what} = {bytes_ / GIB:,.2f} GiB; {units}", markup=False)
     if reading.method != "training state only":
-        console.print(f"a step: {run['accumulation']} x {run['micro_batch']} sequences of {run['sequence']} tokens a rank", markup=False)
+        each = f"{run['accumulation']} x {run['micro_batch']} sequences of {run['sequence']} tokens"
+        console.print(f"a step: {each} a rank", markup=False)
     table = Table(title=f"{unit} per rank", title_justify="left")
     for heading in ("", "training\nstate", "left of the\nreading", "expected\nbeside it", ""):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for one in reading.candidates:
         mark = "bold" if one in reading.explanations else None
-        table.add_row(one.layout.replace(", weights within", ",\nweights in"), _number(one.state, size), _number(one.left, size), _span(one, size),
-                      one.verdict, style=mark)  # fmt: skip
+        cells = (_number(one.state, size), _number(one.left, size), _span(one, size), one.verdict)
+        table.add_row(_heading(one), *cells, style=mark)
     console.print(table)
     for one in reading.candidates:
         console.print(f"- {one.layout}: {one.verdict}: {one.reason}", markup=False)
@@ -59,7 +58,7 @@ def _terms(found: list[Candidate], unit: str, size: float, method: str) -> Table
     table = Table(title=f"{unit} per rank by term, each at its most", title_justify="left")
     table.add_column("", no_wrap=True)
     for one in found:
-        table.add_column(one.layout.replace(", weights within", ",\nweights in"), justify="right", no_wrap=True)
+        table.add_column(_heading(one), justify="right", no_wrap=True)
     known = STATE if method == "training state only" else (*STATE, *PASSING)
     shown = [term for term in known if any(getattr(one.bytes, term) for one in found)]
     for term in shown:
@@ -68,6 +67,10 @@ def _terms(found: list[Candidate], unit: str, size: float, method: str) -> Table
     if method != "training state only":
         table.add_row("peak of a step", *(_number(one.peak_allocated or 0, size) for one in found))
     return table
+
+
+def _heading(one: Candidate) -> str:
+    return one.layout.replace(", weights within", ",\nweights in")
 
 
 def _number(value: float, size: float) -> str:

@@ -72,7 +72,8 @@ def explain(
     if modelled and "checkpointing" not in said and kind != "allocated":
         plans += [answer.plan(model, ranks=[ranks], **run, checkpointing=other) for other in ("selective", "none")]
     settings = Run(**first.run)
-    architecture = models.resolve(model, params=number("params", params) if isinstance(params, str) else params, lora_rank=settings.lora_rank)
+    count = number("params", params) if isinstance(params, str) else params
+    architecture = models.resolve(model, params=count, lora_rank=settings.lora_rank)
     stages = BUFFERS[settings.engine].stages
 
     def again(partition: Partition, **changes: Any) -> Row:
@@ -102,7 +103,7 @@ def explain(
     )  # fmt: skip
     if len(plans) > 1:
         reading.assumed.append("activation checkpointing full, selective or none: it was not given")
-    if ranks > gpus_per_node:
+    if ranks > gpus_per_node and any(candidate.stage is None for candidate in candidates):
         reading.assumed.append(f"nodes of {gpus_per_node} GPUs, for the hybrids")
     if stage is not None:
         reading.agrees = stage in [candidate.stage for candidate in reading.explanations]
@@ -137,7 +138,8 @@ def _otherwise(candidate: Candidate, used: Used, kind: Kind, said: dict, again: 
 def _notes(reading: Reading, again: Callable[..., Row]) -> list[str]:
     found, notes = reading.explanations, []
     if reading.method == "training state only":
-        notes.append("Only the training state can be compared: name the model for activations, gathered units and logits.")
+        unknown = "name the model for" if reading.model["family"] == "parameters" else "of this model nothing is known of"
+        notes.append(f"Only the training state can be compared: {unknown} activations, gathered units and logits.")
     if reading.kind == "any":
         notes.append(
             "Taken to be read when at least one step is done. Say what the figure is for a sharper answer: --reading nvidia-smi, "
@@ -145,7 +147,8 @@ def _notes(reading: Reading, again: Callable[..., Row]) -> list[str]:
         )
     for place in reading.uneven:
         one, median = reading.used[place], reading.judged.bytes
-        notes.append(f"{one.name[0].upper()}{one.name[1:]} holds {size(one.bytes)}, {one.bytes / median:.2f} times the median, {size(median)}, which is judged here.")
+        times = f"{one.bytes / median:.2f} times the median, {size(median)}, which is judged here"
+        notes.append(f"{one.name[0].upper()}{one.name[1:]} holds {size(one.bytes)}, {times}.")
     if 1 < len(reading.used) < reading.ranks:
         notes.append(f"{len(reading.used)} of {reading.ranks} ranks were read.")
     if reading.configured is not None and not reading.agrees:
@@ -175,8 +178,9 @@ def _apart(reading: Reading, found: list[Candidate], again: Callable[..., Row]) 
         notes.append(f"- torch.cuda.memory_allocated() between backward and zero_grad: {each(states)}.")
     more = [_on_twice(one, reading.ranks) - one.state for one in found]
     if max(more) - min(more) > 2 * EXACT * reading.judged.bytes:
-        changes = ", ".join(f"{size(change, signed=True) if change else 'no change'} for {one.layout}" for change, one in zip(more, found))
-        notes.append(f"- The same reading on {2 * reading.ranks} ranks: {changes}.")
+        changes = [size(change, signed=True) if change else "no change" for change in more]
+        each_changes = ", ".join(f"{change} for {one.layout}" for change, one in zip(changes, found))
+        notes.append(f"- The same reading on {2 * reading.ranks} ranks: {each_changes}.")
     if reading.method != "training state only":
         run = reading.run
         fewer = {"micro_batch": 1} if run["micro_batch"] > 1 else {"sequence": max(1, run["sequence"] // 4)}

@@ -88,7 +88,7 @@ class Sends:
 
     def add(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note one dispatched operation."""
-        name = func._schema.name
+        name = func._schema.name if hasattr(func, "_schema") else ""  # higher-order operators have none
         if name in _PRODUCTS:
             tensor = args[1] if name in ("aten::addmm", "aten::baddbmm") else args[0]
             self.products[tensor.dtype] += tensor.numel()

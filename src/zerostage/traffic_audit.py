@@ -9,7 +9,7 @@ of them and an all-gather of the weights, and stage 3 gathers the weights twice,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,16 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerostage.partition import STAGES, Partition
 from zerostage.sends import Sends, Sent, counting
 from zerostage.storages import Holdings, hold
+from zerostage.textbook import GATHERS, compare, dtype_name, textbook
 
-_GATHERS = ("all-gather", "broadcast")
-_REDUCTIONS = ("reduce-scatter", "reduce")
 _COUNTS = (torch.int16, torch.int32, torch.int64, torch.bool, torch.float64)
-#: Share of a model size within which what was sent equals what a stage would send: the padding of other engines.
-_ALIKE = 0.03
-_MOST_MICRO_BATCHES = 64
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class TrafficAudit:
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} rank" + "s" * (self.ranks > 1)
-        stages = " and ".join(map(str, self.stages))
+        stages = ", ".join(map(str, self.stages))
         found = f"the pattern of stage{'s' * (len(self.stages) > 1)} {stages}" if self.stages else "no stage's pattern"
         book = ", ".join(f"stage {stage} {sizes:.2f}" for stage, sizes in self.textbook.items())
         lines = [
@@ -100,8 +95,9 @@ class TrafficAudit:
         for row in self.rows:
             sizes = f"{row.model_sizes:.3f}"
             lines.append(f"{row.collective:<16}{row.ranks:>6}{row.dtype:>16}{row.calls:>8,}{row.bytes:>20,}{sizes:>12}")
-        lines.append(f"{'total':<16}{'':>22}{sum(row.calls for row in self.rows):>8,}{sum(self.bytes.values()):>20,}{self.total:>12.3f}")
-        lines.append(f"{'agreement':<16}{'':>22}{self.agreement_calls:>8,}{self.agreement_bytes:>20,}{'apart':>12}")
+        calls, sent = sum(row.calls for row in self.rows), sum(self.bytes.values())
+        lines.append(f"{'total':<38}{calls:>8,}{sent:>20,}{self.total:>12.3f}")
+        lines.append(f"{'agreement':<38}{self.agreement_calls:>8,}{self.agreement_bytes:>20,}{'apart':>12}")
         return "\n".join(lines + [f"- {line}" for line in self.differs + self.notes])
 
 
@@ -135,17 +131,19 @@ def audit_traffic(model: nn.Module, step: Callable[[], Any], *, group: dist.Proc
         raise ValueError("audit_traffic: the model has no parameters")
     dtype, dtype_of = _dtype(sends, calls, whole)
     size = parameters * dtype.itemsize * (n - 1) / n
-    frozen, trainable = (sum(p.numel for p in whole.values() if p.trainable is kind) for kind in (False, True))
-    textbook = {s: sum(_pattern(Partition.from_stage(s, n), n, frozen, trainable)) * n / (n - 1) / parameters for s in STAGES} if n > 1 else dict.fromkeys(STAGES, 0.0)
-    stages, differs = _compare(calls, held, whole, n, dtype)
+    stages, differs = compare(calls, held, whole, n, dtype)
     if size and not calls:
         differs = ["Nothing was sent but agreement: is this a whole training step, and is the model wrapped by its engine?"]
+    notes = _notes([sent for sent, _ in reports], sends)
+    book = textbook(n, whole)
+    if held.configured_stage and n > 1 and stages and held.configured_stage not in stages:
+        notes.append(f"Configured is {held.configured}, of which the textbook sends {book[held.configured_stage]:.2f}.")
     return TrafficAudit(
         ranks=n,
         configured=held.configured,
         configured_stage=held.configured_stage,
         parameters=parameters,
-        dtype=_name(dtype),
+        dtype=dtype_name(dtype),
         dtype_of=dtype_of,
         model_bytes=parameters * dtype.itemsize,
         rows=_rows(calls, size),
@@ -153,15 +151,11 @@ def audit_traffic(model: nn.Module, step: Callable[[], Any], *, group: dist.Proc
         model_sizes={kind: sent / size if size else 0.0 for kind, sent in mine.items()},
         agreement_bytes=sum(call.bytes for call in small),
         agreement_calls=len(small),
-        textbook=textbook,
+        textbook=book,
         stages=stages,
         differs=differs,
-        notes=_notes([sent for sent, _ in reports], sends),
+        notes=notes,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -176,7 +170,7 @@ def _sort(calls: list[Sent], model: nn.Module, held: Holdings) -> tuple[list[Sen
     """The calls that carry weights or gradients, under the names of what they do, and those that do not."""
     from zerostage.engine import engine_of
 
-    few = sum(p.numel for p in held.parameters.values()) // 1000
+    few, tensors = sum(p.numel for p in held.parameters.values()) // 1000, len(held.parameters)
     engine = engine_of(model)
     own = _own(engine) if engine is not None and engine.ranks > 1 else {}
     large, small = [], []
@@ -184,13 +178,15 @@ def _sort(calls: list[Sent], model: nn.Module, held: Holdings) -> tuple[list[Sen
         if call.group in own:
             kind = own[call.group](call)
             if kind is not None:  # messages travel as bytes
-                of = [flat.dtype if kind == "all-gather" else flat.grad_dtype for flat in engine.flats if kind == "all-gather" or flat.trainable]
-                call = replace(call, collective=kind, dtype=Counter(of).most_common(1)[0][0])
+                dtypes = Counter(flat.dtype if kind == "all-gather" else flat.grad_dtype for flat in engine.flats)
+                call = replace(call, collective=kind, dtype=dtypes.most_common(1)[0][0])
             (small if kind is None else large).append(call)
         else:
             # Pickled objects are uint8, but so are weights that an engine sends as bytes, in larger calls.
-            most = max(1, few if not call.dtype.is_floating_point else min(few, 64))
-            (small if call.dtype in _COUNTS or call.elements <= most else large).append(call)
+            # FSDP2 sums a norm for each parameter.
+            norms = tensors if call.collective == "all-reduce" else 0
+            most = few if not call.dtype.is_floating_point else min(few, max(8, norms))
+            (small if call.dtype in _COUNTS or call.elements <= max(1, most) else large).append(call)
     return large, small
 
 
@@ -201,7 +197,9 @@ def _own(engine: Any) -> dict[str, Callable[[Sent], str | None]]:
         [made.group_name for made in (world._votes, world._norms, world._objects)], lambda call: None
     )
     # See `Team.gather` and `Team.exchange`: even tags gather.
-    kinds[world._data.group_name] = lambda call: ("all-gather", "reduce-scatter")[call.tag % 2] if call.tag is not None else call.collective
+    kinds[world._data.group_name] = lambda call: (
+        call.collective if call.tag is None else "reduce-scatter" if call.tag % 2 else "all-gather"
+    )
     for team in world.teams:
         if team.group is not None:
             kinds[team.group.group_name] = lambda call: "reduce-scatter" if call.collective == "all-to-all" else call.collective
@@ -213,7 +211,7 @@ def _dtype(sends: Sends, calls: list[Sent], whole: dict) -> tuple[torch.dtype, s
         return sends.products.most_common(1)[0][0], "that of the step's matrix products"
     gathered: Counter[torch.dtype] = Counter()
     for call in calls:
-        gathered[call.dtype] += call.bytes * (call.collective in _GATHERS)
+        gathered[call.dtype] += call.bytes * (call.collective in GATHERS)
     if any(gathered.values()):
         return gathered.most_common(1)[0][0], "that of the gathered weights"
     widths = Counter({itemsize: 0 for itemsize in (1, 2, 4, 8)})
@@ -226,10 +224,11 @@ def _dtype(sends: Sends, calls: list[Sent], whole: dict) -> tuple[torch.dtype, s
 def _rows(calls: list[Sent], size: float) -> list[Row]:
     count, sent = Counter(), Counter()
     for call in calls:
-        key = call.collective, call.ranks, _name(call.dtype)
+        key = call.collective, call.ranks, dtype_name(call.dtype)
         count[key] += 1
         sent[key] += call.bytes
-    return [Row(*key, count[key], sent[key], sent[key] / size if size else 0.0) for key in sorted(sent, key=sent.get, reverse=True)]
+    most_first = sorted(sent, key=sent.get, reverse=True)
+    return [Row(*key, count[key], sent[key], sent[key] / size if size else 0.0) for key in most_first]
 
 
 def _notes(sent: list[dict[str, int]], sends: Sends) -> list[str]:
@@ -238,102 +237,8 @@ def _notes(sent: list[dict[str, int]], sends: Sends) -> list[str]:
         found = [report.get(kind, 0) for report in sent]
         low, high = min(found), max(found)
         if high > 1.01 * low:
-            notes.append(
-                f"The ranks differ: {kind} sends {high:,} bytes on rank {found.index(high)} and {low:,} on rank {found.index(low)}."
-            )
+            most, least = found.index(high), found.index(low)
+            notes.append(f"The ranks differ: {kind} sends {high:,} bytes on rank {most} and {low:,} on rank {least}.")
     if sends.unknown:
         notes.append(f"Not counted, because what they send is not known: {', '.join(sorted(sends.unknown))}.")
     return notes
-
-
-# -- Which stage sends that ------------------------------------------------------------------
-
-
-def _pattern(partition: Partition, n: int, frozen: int, trainable: int, width: int = 4, times: tuple[int, int] = (1, 1)) -> tuple[float, float]:
-    """Elements that a rank sends in gathers and in reductions, in a step of times[0] micro-batches and times[1] reductions.
-
-    width: bytes of a gradient; `Partition.traffic` has narrow ones widen after a first level.
-    """
-    sent = Counter(partition.traffic(n, frozen, width, 0, times[0]))
-    sent.update(partition.traffic(n, trainable, width, width, *times))
-    return sent["all_gather"] / width, sent["reduce_scatter"] / width
-
-
-def _candidates(n: int) -> Iterator[tuple[tuple[int, ...], Partition, int, int]]:
-    """Stages and partition, micro-batches, reductions, the plainest first."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    stages = [((s,), Partition.from_stage(s, n)) for s in STAGES]
-    hybrids = [((), Partition(o, g, w)) for o in divisors for g in divisors for w in divisors if o % g == g % w == 0]
-    yield from ((*found, 1, 1) for found in stages + hybrids)
-    for times in range(2, _MOST_MICRO_BATCHES + 1):
-        yield from ((*found, times, reductions) for reductions in (times, 1) for found in stages)
-
-
-def _compare(calls: list[Sent], held: Holdings, whole: dict, n: int, dtype: torch.dtype) -> tuple[tuple[int, ...], list[str]]:
-    """The stages whose gathers and reductions, counted in elements, were sent, and in what they differ."""
-    if n == 1:
-        return (0,), []
-    reduced, gathered, both = (
-        sum(call.bytes / call.dtype.itemsize for call in calls if call.collective in kinds)
-        for kinds in (_REDUCTIONS, _GATHERS, ("all-reduce",))
-    )
-    frozen, trainable = (sum(p.whole for p in whole.values() if p.trainable is kind) for kind in (False, True))
-    total = frozen + trainable
-    width = Counter(call.dtype.itemsize for call in calls if call.collective in _REDUCTIONS).most_common(1)
-    widths = {4, *(found for found, _ in width)}
-    share = total * (n - 1) / n
-
-    def match(all_reduced: float, gathered: float, reduced: float, most: int = 1) -> Iterator[tuple[tuple[int, ...], Partition, int]]:
-        for stages, partition, batches, reductions in _candidates(n):
-            replicas = partition.levels(n)[3]
-            apart = reductions * trainable // partition.optimizer * (replicas - 1) / replicas
-            for size in widths if batches <= most else ():
-                g, r = _pattern(partition, n, frozen, trainable, size, (batches, reductions))
-                # A sum over replicas is an all-reduce, or the same in two.
-                for wanted in ((0.0, g, r), (2 * apart, g - apart, r - apart)):
-                    if all(abs(a - b) <= _ALIKE * share for a, b in zip((all_reduced, gathered, reduced), wanted)):
-                        yield stages, partition, batches
-
-    def stages(*sent: float, most: int = 1) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(s for found, *_ in match(*sent, most=most) for s in found))
-
-    differs = _widths(calls, dtype)
-    if found := stages(both, gathered, reduced):
-        return found, differs
-    # Units that stay whole from forward until the end of backward are gathered once.
-    kept = {name: size for name, (size, degree) in held.units.items() if degree == 1}
-    spared = sum(kept.values()) * (n - 1) / n
-    if found := stages(both, gathered + spared, reduced):
-        share_kept = sum(kept.values()) / sum(p.numel for p in whole.values())
-        differs.insert(
-            0,
-            f"{share_kept:.1%} of the weights ({', '.join(list(kept)[:3])}) stay whole from forward until backward and are "
-            f"gathered once, which sends {share_kept:.2f} fewer: {3 - share_kept:.2f} elements' worth of model sizes, not 3.",
-        )
-        return found if share_kept <= 0.5 else (), differs
-    found = tuple(stage for stage in stages(0.0, gathered, reduced + both / 2) if stage)
-    if found and both:
-        differs.insert(
-            0,
-            f"Gradients are all-reduced, which sends {both / share:.2f} model sizes of elements, where the reduce-scatter of stage "
-            f"{' or '.join(map(str, found))} sends {both / share / 2:.2f}.",
-        )
-        return found, differs
-    for _, partition, _ in match(both, gathered, reduced):
-        return (), [f"A hybrid's traffic: that of {partition}.", *differs]
-    for found, _, batches in match(both, gathered, reduced, most=_MOST_MICRO_BATCHES):
-        return found, [f"It is that of {batches} micro-batches.", *differs]
-    parts = {"all-reduced": both / 2, "gathered or broadcast": gathered, "reduced": reduced}
-    said = ", ".join(f"{kind} {elements / share:.2f} times" for kind, elements in parts.items() if elements)
-    return (), [f"No stage sends this: the model's elements are {said or 'neither gathered nor reduced'}.", *differs]
-
-
-def _widths(calls: list[Sent], dtype: torch.dtype) -> list[str]:
-    """Where elements travel in another width than that of a model size."""
-    other: dict[tuple[str, torch.dtype], None] = dict.fromkeys(
-        (call.collective, call.dtype) for call in calls if call.bytes and call.dtype.itemsize != dtype.itemsize
-    )
-    return [
-        f"{kind} carries {_name(found)}, {found.itemsize / dtype.itemsize:g} times the bytes of {_name(dtype)} an element."
-        for kind, found in other
-    ]

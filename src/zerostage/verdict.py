@@ -21,12 +21,12 @@ Verdict = Literal["exact", "explains", "below the peak", "implausible", "impossi
 #: Those that count as an explanation.
 EXPLAINS = ("exact", "explains", "below the peak")
 #: How far a run may be from its plan: of what a step needs beside the training state, and of that. 95 of the 101 readings of
-#: complete published runs are so near; the others are off by less than a quarter, or of tensor parallelism.
+#: published runs whose settings are known lie within; four of the other six are of tensor parallelism.
 MARGIN, STATE_MARGIN = 0.15, 0.02
 #: Bytes outside torch's allocator: a bare CUDA context, and one with NCCL's channels and other libraries.
 CONTEXT = (GIB // 4, 2 * GIB)
 #: A reading within this of the training state is the training state; between steps there are a few batches and workspaces.
-EXACT, BETWEEN = 0.01, GIB // 8
+EXACT, BETWEEN = 0.01, GIB // 16
 
 
 class Candidate(Answer):
@@ -39,11 +39,13 @@ class Candidate(Answer):
     state: int = Field(description="training state with the engine's fixed buffers")
     left: int = Field(description="the reading less `state`; negative: so much is missing")
     expected: dict[str, tuple[int, int]] = Field(
-        description="by activation checkpointing: beside `state`, a reading of this kind has from here to there; 'roughly' where only "
-        "a parameter count is known"
+        description="by activation checkpointing: beside `state`, a reading of this kind has from here to there; 'roughly' where "
+        "only a parameter count is known"
     )
     peak_allocated: int | None = Field(description="of a step; None where only the training state is known")
-    checkpointing: list[str] = Field(description="the activation checkpointing with which it explains the reading")
+    checkpointing: list[str] = Field(
+        description="the settings of it with which this explains the reading, the nearest first; `bytes` are the first one's"
+    )
     verdict: Verdict
     reason: str
 
@@ -78,7 +80,9 @@ def window(row: Row, kind: Kind) -> tuple[int, int]:
     return max(rest, low), row.reserved_high + margin + (0 if kind == "reserved" else CONTEXT[1])
 
 
-def judge(used: Used, variants: dict[str, Row], kind: Kind, fuzz: float, run: Run, parameters: int, much: int | None) -> Candidate:
+def judge(
+    used: Used, variants: dict[str, Row], kind: Kind, fuzz: float, run: Run, parameters: int, much: int | None
+) -> Candidate:  # fmt: skip
     """Lay `used` beside one setting.
 
     variants: its row by activation checkpointing. fuzz: how far, relatively, `parameters` may be from the model's. much:
@@ -95,6 +99,7 @@ def judge(used: Used, variants: dict[str, Row], kind: Kind, fuzz: float, run: Ru
             windows = {ROUGHLY: (rest if kind == "any" else rest + whole, rest + whole + much)}
     low, high = min(start for start, _ in windows.values()), max(end for _, end in windows.values())
     covers = [name for name, (start, end) in windows.items() if used.high >= start and used.low <= end]
+    covers.sort(key=lambda name: abs(2 * used.bytes - sum(windows[name])))  # the nearest first
     row = variants[covers[0]] if covers and covers[0] in variants else row
     left, about = used.bytes - rest, size(abs(used.bytes - rest))
     floor = rest - gradients if kind == "allocated" else rest
@@ -111,7 +116,7 @@ def judge(used: Used, variants: dict[str, Row], kind: Kind, fuzz: float, run: Ru
         verdict, reason = "implausible", f"too little: {size(low)} or more are expected"
         if kind == "any":
             verdict = "below the peak"
-            reason = f"leaves {about}, less than the {size(low - rest)} of a step: read at another moment, or of a smaller step than was said"
+            reason = f"leaves {about}, less than the {size(low - rest)} of a step: read at another moment, or of a smaller step"
     elif covers or used.low <= high * (1 + fuzz) and len(windows) == 1:
         verdict, reason = "explains", f"leaves {about} for activations, gathered units, logits and context"
         if kind == "allocated":

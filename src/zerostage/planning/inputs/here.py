@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from zerostage.mistakes import InputError
@@ -22,26 +24,8 @@ def here() -> dict[str, Any]:
     and `link_bytes_per_s` (one way, of one card: its NVLinks, else PCIe; None where NVML does not tell). Raises
     InputError where there is no driver or card, and where the cards differ.
     """
-    try:
-        import pynvml
-    except ModuleNotFoundError:
-        raise InputError(
-            f"the cards of this machine are read by nvidia-ml-py: pip install 'zerostage[plan]' (or {_GIVE})"
-        ) from None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise InputError(f"no NVIDIA driver here ({error}): {_GIVE}") from None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        handles = _visible(pynvml, handles)
-        if not handles:
-            raise InputError(f"no NVIDIA card is visible here: {_GIVE}")
-        cards = [_card(pynvml, handle) for handle in handles]
-    except pynvml.NVMLError as error:
-        raise InputError(f"the NVIDIA driver here does not tell its cards ({error}): {_GIVE}") from None
-    finally:
-        pynvml.nvmlShutdown()
+    with visible_cards(_GIVE) as (nvml, handles):
+        cards = [_card(nvml, handle) for handle in handles]
     names = Counter(card["name"] for card in cards)
     if len(names) > 1:
         what = ", ".join(f"{count} x {name}" for name, count in names.items())
@@ -53,6 +37,34 @@ def here() -> dict[str, Any]:
         "memory_bytes": min(card["memory_bytes"] for card in cards),
         "link_bytes_per_s": None if None in links else min(links),
     }
+
+
+@contextmanager
+def visible_cards(otherwise: str) -> Iterator[tuple[Any, list[Any]]]:
+    """NVML, and the cards of this machine that CUDA_VISIBLE_DEVICES leaves visible, while the block runs.
+
+    otherwise: what else can be given. Raises InputError with it where there is no driver or card, or NVML fails in the block.
+    """
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        raise InputError(
+            f"the cards of this machine are read by nvidia-ml-py: pip install 'zerostage[plan]' (or {otherwise})"
+        ) from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise InputError(f"no NVIDIA driver here ({error}): {otherwise}") from None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = _visible(pynvml, handles)
+        if not handles:
+            raise InputError(f"no NVIDIA card is visible here: {otherwise}")
+        yield pynvml, handles
+    except pynvml.NVMLError as error:
+        raise InputError(f"the NVIDIA driver here does not tell its cards ({error}): {otherwise}") from None
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _visible(nvml: Any, handles: list[Any]) -> list[Any]:

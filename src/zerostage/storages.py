@@ -333,25 +333,69 @@ def _flat_and_originals(module: nn.Module) -> list[Tensor]:
 
 
 def _deepspeed(held: Holdings, engine: Any, optimizer: Any) -> None:
-    optimizer = engine.optimizer if optimizer is None else optimizer
+    own = engine.optimizer  # None where the engine was given none
     held.configured_stage = engine.zero_optimization_stage()
     held.configured = f"DeepSpeed stage {held.configured_stage}"
     held.slack = 4
     # Stage 1 divides only what is left of the gradients after backward.
-    held.gradients_whole_in_backward = getattr(optimizer, "partition_gradients", True) is False
+    held.gradients_whole_in_backward = getattr(own, "partition_gradients", True) is False
     for term, attributes in _DEEPSPEED.items():
         for attribute in attributes:
-            for tensor in _tensors(getattr(optimizer, attribute, None)):
+            for tensor in _tensors(getattr(own, attribute, None)):
                 held.add(term, tensor)
+    # Between micro-batches stage 2 has its share in whole parameters, of which neighbours hold the same one: no elements.
+    for tensor in _tensors(getattr(own, "all_grad_tensors", None)):
+        held.add("gradients", tensor, {})
+    # Gradients that the optimizer collects in a buffer of its own are elements once, bytes in both places.
+    collected = held.bytes["gradients"] > 0
+    besides = 0
     for name, parameter in engine.module.named_parameters():
-        shard = getattr(parameter, "ds_tensor", None)
-        held.parameters[name] = Parameter(getattr(parameter, "ds_numel", parameter.numel()), parameter.itemsize, parameter.requires_grad)
+        shard, numel = getattr(parameter, "ds_tensor", None), getattr(parameter, "ds_numel", parameter.numel())
+        held.parameters[name] = Parameter(numel, parameter.itemsize, parameter.requires_grad)
         held.add("weights", parameter if shard is None else shard)
         held.gather(parameter)
-        held.add("gradients", parameter.grad)
-    _optimizer(held, optimizer, {id(p): {} for p in engine.module.parameters()})
-    for tensor in [*_tensors(list(vars(optimizer).values())), *engine.module.buffers()]:
+        held.gather(getattr(parameter, "ds_secondary_tensor", None))
+        besides += held.add("gradients", parameter.grad, {} if collected else None)
+    if collected and besides:
+        held.notes.append(f"{besides:,} bytes of gradients are those of backward, besides the optimizer's own buffer of them.")
+    _deepspeed_units(held, engine.module, own)
+    index = {id(p): {} for p in engine.module.parameters()}
+    for one in (own, optimizer):
+        _optimizer(held, one, index)
+    buckets = [vars(bucket) for bucket in getattr(own, "ipg_buckets", {}).values()]
+    for tensor in [*_tensors([getattr(own, "__dict__", {}), buckets]), *engine.module.buffers()]:
         held.add("other", tensor)
+
+
+def _deepspeed_units(held: Holdings, model: nn.Module, optimizer: Any) -> None:
+    """Stage 3 gathers the parameters of one module at a time. Small ones stay whole for good, and others from forward
+    until backward where that needs them again within so many elements, or where prefetching comes upon them
+    (`__params_to_release` and `fetch_sub_module` of DeepSpeed's PartitionedParameterCoordinator)."""
+    modules = {path: [p for p in m.parameters(recurse=False) if hasattr(p, "ds_tensor")] for path, m in model.named_modules()}
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    reuse, ahead, live = (
+        getattr(offload, f"_{setting}", 0)
+        for setting in ("max_reuse_distance_in_numel", "prefetch_bucket_sz", "max_available_parameters_in_numel")
+    )
+    reach = max(reuse, min(ahead, live))
+    later, seen, persistent, kept = sum(p.ds_numel for ps in modules.values() for p in ps), set(), 0, 0
+    for path, parameters in modules.items():
+        later -= sum(p.ds_numel for p in parameters)
+        new = [p for p in parameters if id(p) not in seen]
+        seen.update(map(id, new))
+        persistent += sum(p.ds_numel for p in new if p.ds_persist)
+        if size := sum(p.ds_numel for p in new if not p.ds_persist):
+            again = 2 * later < reach  # the modules after this one pass twice before backward needs it
+            held.units[_label(path)] = (size, 1 if again else None)
+            kept += again * size
+    if persistent:
+        held.units["what persists"] = (persistent, 1)
+        held.notes.append(f"{persistent:,} elements stay whole besides their shards: stage3_param_persistence_threshold.")
+    if kept:
+        held.notes.append(
+            f"{kept:,} elements stay whole from forward until backward: stage3_max_reuse_distance is {reuse:,}, "
+            f"stage3_prefetch_bucket_size {ahead:,}."
+        )
 
 
 # -- The optimizer ---------------------------------------------------------------------------
@@ -359,7 +403,7 @@ def _deepspeed(held: Holdings, engine: Any, optimizer: Any) -> None:
 
 def _optimizer(held: Holdings, optimizer: Any, index: dict[int, dict[str, int]]) -> None:
     """Count the states, and the parameters that the optimizer has besides the model's own."""
-    if optimizer is None:
+    if not hasattr(optimizer, "param_groups"):  # None, or DeepSpeed's stage 3 without an optimizer
         return
     # ZeroRedundancyOptimizer and DeepSpeed's hold the optimizer that does the work.
     inner = getattr(optimizer, "optim", None) or getattr(optimizer, "optimizer", None)

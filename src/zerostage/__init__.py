@@ -15,6 +15,8 @@ _HOME = {
     "Traffic": "ledger",
     "Audit": "auditing",
     "audit": "auditing",
+    "TrafficAudit": "traffic_audit",
+    "audit_traffic": "traffic_audit",
     "load_weights": "weights",
     "together": "uneven",
     "take_part": "uneven",

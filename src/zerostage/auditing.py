@@ -15,7 +15,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from zerostage import precision_audit
 from zerostage.partition import STAGES, Partition
+from zerostage.precision_audit import PrecisionFindings
 from zerostage.storages import POOLED, TERMS, Holdings, hold
 
 #: Share of a term's elements that must be divided alike for the term to have one degree. The
@@ -61,6 +63,8 @@ class Audit:
     #: Trainable parameters of which no update so far has changed a bit, on any rank, among up to a million elements
     #: of each part (zerostage's engine only).
     unmoved: list[str] = field(default_factory=list)
+    #: What is kept in 16 bits or fewer, and how many updates rounding loses or would lose.
+    precision: PrecisionFindings = field(default_factory=PrecisionFindings)
     #: What a reader should know besides, in plain sentences.
     notes: list[str] = field(default_factory=list)
 
@@ -119,6 +123,7 @@ def audit(model: nn.Module, optimizer: Any = None, *, group: dist.ProcessGroup |
     Raises ValueError where the model has no parameters.
     """
     held = hold(model, optimizer)
+    held.precision = precision_audit.look(model, optimizer)
     reports = _gather(held, group)
     n = len(reports)
     whole = {name: p for report in reports for name, p in report.parameters.items()}
@@ -150,6 +155,8 @@ def audit(model: nn.Module, optimizer: Any = None, *, group: dist.ProcessGroup |
         notes.append(_unit_note(*share))
     without_gradient, unmoved, told = _training(reports, [name for name, p in whole.items() if p.trainable and p.numel])
     notes += told
+    precision = precision_audit.findings([report.precision for report in reports])
+    notes += precision.notes()
     formula = _formula(held, whole, degrees, parameters)
     notes += _replicated(at_rest, first, n) + _disagreements(reports)
     if first.configured_stage is not None and stage != first.configured_stage:
@@ -172,6 +179,7 @@ def audit(model: nn.Module, optimizer: Any = None, *, group: dist.ProcessGroup |
         largest_unit=share,
         without_gradient=without_gradient,
         unmoved=unmoved,
+        precision=precision,
         notes=notes,
     )
 

@@ -11,6 +11,10 @@ class InputError(Exception):
     """Something that the user gave cannot be used; the text is one line that says what and what to do."""
 
 
+class StrictError(InputError):
+    """What runs is not what was configured, and --strict was given; the same on all ranks. Exit code 4."""
+
+
 def closest(name: str, names: Iterable[str]) -> str:
     """'; did you mean X?' for the name nearest to `name`, or ''."""
     match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)

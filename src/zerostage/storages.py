@@ -87,6 +87,7 @@ class Holdings:
     updates: int = 0  #: steps so far, skipped ones apart, where the engine counts them
     gathered: int = 0  #: bytes of whole weights that are there only for the moment; they count as other
     notes: list[str] = field(default_factory=list)
+    precision: Any = None  #: this rank's `precision_audit.Look`
     #: Storage -> the term it counts for, and the elements of its views that were added so far.
     _storages: dict[tuple, tuple[str, int]] = field(default_factory=dict)
     _views: set[tuple] = field(default_factory=set)

@@ -59,6 +59,11 @@ class TrainConfig(BaseModel):
     prefetch: CountOrZero = Field(1, description="units gathered ahead of use at stage 3")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes GPUs where there are any")
     threads: CountOrZero = Field(0, description="CPU threads per rank (0: one on the CPU, torch's default with GPUs)")
+    strict: bool = Field(
+        False,
+        description="end with exit code 4 where the audit after the first two steps finds another stage than configured, "
+        "or more bytes than planned by over 1% and 1 MB",
+    )
     metrics: str = Field("", description="JSONL file of metrics, overwritten (default: a new one under runs/)")
     trace: str = Field("", description="file that receives a Chrome trace of the last step, all ranks; CPU only")
     save: str = Field("", description="folder that receives the trained model, in Hugging Face form")

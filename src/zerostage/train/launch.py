@@ -21,13 +21,13 @@ import traceback
 import uuid
 from pathlib import Path
 
-from zerostage.mistakes import InputError
+from zerostage.mistakes import InputError, StrictError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 #: Set by `start` for the ranks it starts: the folder for their error reports, and its own process id.
 REPORTS, PARENT = "ZEROSTAGE_REPORTS", "ZEROSTAGE_PARENT"
-INTERRUPTED = 130
+INTERRUPTED, FAILED, STRICT = 130, 1, 4
 
 
 def place(environ: dict[str, str]) -> bool:
@@ -68,8 +68,8 @@ def additions(environ: dict[str, str], device: str, platform: str) -> dict[str, 
 def start(command: list[str], ranks: int, device: str) -> int:
     """Run `command` once per rank on this machine and return the exit code of the whole.
 
-    0 when all ranks end well; 130 after Ctrl-C and 128 + the signal after another one; else
-    1, after showing the first rank that failed. The ranks meet at a free port. When one rank
+    0 when all ranks end well; 130 after Ctrl-C and 128 + the signal after another one; 4 where
+    --strict ended it; else 1, after showing the first rank that failed. The ranks meet at a free port. When one rank
     ends badly the others are ended too. On the CPU a rank has one thread unless
     OMP_NUM_THREADS says otherwise; on Windows USE_LIBUV is 0 unless it is set.
     """
@@ -105,8 +105,9 @@ def start(command: list[str], ranks: int, device: str) -> int:
             return 128 + int(number)
         except ChildFailedError as error:
             _show_cursor()
-            print(_first_failure(error.failures, Path(reports)), file=sys.stderr)
-            return 1
+            text, code = _first_failure(error.failures, Path(reports))
+            print(text, file=sys.stderr)
+            return code
     return 0
 
 
@@ -114,7 +115,9 @@ def run_rank(function, *arguments) -> int:
     """Call `function` as one rank and return its exit code; a failure is reported once and ends the process.
 
     In a rank that `start` began, the report goes to the launcher, which shows only the first.
-    Elsewhere it is printed here, under the rank's number, and left for torchrun as well.
+    Elsewhere it is printed here, under the rank's number, and left for torchrun as well. What
+    all ranks say alike (StrictError) is printed by rank 0 only, and the code is 4 on all; torchrun
+    itself then ends with 1, as after any failure.
     """
     rank = os.environ.get("RANK", "0")
     reports = os.environ.get(REPORTS)
@@ -126,16 +129,19 @@ def run_rank(function, *arguments) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseException as error:
+        code = STRICT if isinstance(error, StrictError) else FAILED
         text = str(error) if isinstance(error, InputError) else traceback.format_exc().rstrip()
         if reports:
             report = Path(reports, f"{rank}.partial")
-            report.write_text(json.dumps({"rank": int(rank), "time": time.time(), "text": text}), encoding="utf-8")
+            values = {"rank": int(rank), "time": time.time(), "text": text, "code": code}
+            report.write_text(json.dumps(values), encoding="utf-8")
             report.rename(report.with_suffix(".json"))
             # Where another rank was killed, this one only noticed: give the launcher the time to
             # see that one's end first.
             time.sleep(1)
         else:
-            print(f"rank {rank}: {text}" if "RANK" in os.environ else text, file=sys.stderr)
+            if code == FAILED or rank == "0":
+                print(f"rank {rank}: {text}" if "RANK" in os.environ and code == FAILED else text, file=sys.stderr)
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)
@@ -143,7 +149,7 @@ def run_rank(function, *arguments) -> int:
         sys.stderr.flush()
         # At once and without destructors: the others are waiting in a collective for this rank,
         # and some backends' destructors wait for the others.
-        os._exit(1)
+        os._exit(code)
 
 
 def quiet_interrupt() -> None:
@@ -151,18 +157,19 @@ def quiet_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _first_failure(failures: dict, reports: Path) -> str:
-    """What to print about the rank that failed first; the others failed because it went away."""
+def _first_failure(failures: dict, reports: Path) -> tuple[str, int]:
+    """What to print about the rank that failed first, and its exit code; the others failed because it went away."""
     # A rank that the system ended (out of memory, a crash) has left no report; one that was ended
     # by SIGTERM was most likely ended by the launcher, because of another.
     for rank, failure in failures.items():
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            return _ended(rank, failure)
+            return _ended(rank, failure), FAILED
     known = [json.loads(path.read_text(encoding="utf-8")) for path in reports.glob("*.json")]
     if known:
         first = min(known, key=lambda report: report["time"])
-        return f"rank {first['rank']} failed: {first['text']}"
-    return _ended(*next(iter(failures.items())))
+        who = f"rank {first['rank']} failed: " if first["code"] == FAILED else ""
+        return who + first["text"], first["code"]
+    return _ended(*next(iter(failures.items()))), FAILED
 
 
 def _ended(rank: int, failure) -> str:

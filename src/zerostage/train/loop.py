@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import zerostage
 from zerostage.mistakes import InputError
-from zerostage.train import account, data, model_folder
+from zerostage.train import account, check, data, model_folder
 from zerostage.train import model as models
 from zerostage.train.config import TrainConfig
 from zerostage.train.report import Report
@@ -40,6 +40,7 @@ def train(config: TrainConfig) -> None:
     precision = zerostage.Precision() if config.precision == "bf16" else zerostage.Precision.full()
     model, optimizer = zerostage.shard(model, optimizer, config.stage, precision=precision, prefetch=config.prefetch)
     zerostage.load_weights(model, folder)
+    buffers, updates = check.buffers_of(model), 0
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config, steps))
 
     metrics = config.metrics or f"runs/{Path(config.model).name}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.jsonl"
@@ -60,10 +61,18 @@ def train(config: TrainConfig) -> None:
                 optimizer.step()
             if not optimizer.skipped:
                 schedule.step()
+                updates += 1
             # Here all terms exist: gradients until they are dropped, moments since the first step.
             ledger = zerostage.memory(model, optimizer)
+            checked = updates <= 2 and not optimizer.skipped
             if step == steps - 1:
-                audit, traffic = zerostage.audit(model, optimizer), traffic_of_step(model, len(micro_batches))
+                traffic = traffic_of_step(model, len(micro_batches))
+            if checked or step == steps - 1:
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                paused = time.perf_counter()
+                audit = zerostage.audit(model, optimizer)
+                began += time.perf_counter() - paused  # the audit is no part of the step
             optimizer.zero_grad()
             report.step(
                 step=step + 1,
@@ -75,6 +84,10 @@ def train(config: TrainConfig) -> None:
                 peak=ledger.peak.get("allocated", ledger.peak["engine"]),
                 skipped=optimizer.skipped,
             )
+            if checked:
+                report.audit(check.record(step + 1, audit, config.stage), ranks)
+                if config.strict:
+                    check.insist(step + 1, audit, ledger, buffers, config.stage, ranks)
             if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < steps:
                 report.held_out(step + 1, evaluate(model, held_out, config, rank, ranks, device))
                 model.train()

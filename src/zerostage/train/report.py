@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zerostage.train import account
+from zerostage.train import account, check
 
 
 class Report:
@@ -106,6 +106,11 @@ class Report:
             self.console.print(f"step {step}/{self.steps}  {numbers}")
         elif step == self.steps:
             self.progress.stop()
+
+    def audit(self, record: dict[str, Any], ranks: int) -> None:
+        """The audit after one of the first steps (what `check.record` returns), printed in a line and written."""
+        self.write(**record)
+        self.console.print(check.line(record, ranks))
 
     def account(self, record: dict[str, Any]) -> None:
         """The closing account, printed and written."""

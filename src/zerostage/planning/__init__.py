@@ -1,1 +1,1 @@
-"""Arithmetic before the run: what each stage needs on each number of ranks."""
+"""The planner: which stage, how many GPUs, how long a step takes, before the first GPU hour."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched import ranks_of
 
 from zerostage.mistakes import InputError
 from zerostage.planning.inputs import calibrate
@@ -113,20 +114,6 @@ def test_a_killed_rank_ends_it_with_an_error(tmp_path):
     assert process.returncode == 1
     assert "rank 1 was ended by SIGKILL" in errors
     assert os.listdir(tmp_path) == []
-
-
-def ranks_of(launcher):
-    """The process ids of the ranks that `launcher` started, by rank."""
-    found = {}
-    for process in os.listdir("/proc"):
-        try:
-            with open(f"/proc/{process}/environ", "rb") as file:
-                values = dict(part.split(b"=", 1) for part in file.read().split(b"\0") if b"=" in part)
-            if int(values[b"ZEROSTAGE_PARENT"]) == launcher:
-                found[int(values[b"RANK"])] = int(process)
-        except (OSError, KeyError, ValueError):
-            continue
-    return found
 
 
 def talking(ranks):

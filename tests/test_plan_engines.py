@@ -156,6 +156,20 @@ def expected_activations(family, checkpointing, dtype, attention, vocab):
     return saved, max(track.phases.values())
 
 
+def passes(model):
+    """A forward and a backward, for `measured`."""
+    data = batch()
+
+    def run(mark):
+        mark("start")
+        loss = model(**data).loss
+        mark("forward")
+        loss.backward()
+        mark("backward")
+
+    return run
+
+
 #: The peak is in the loss with the larger vocabulary, and else in a block. (In bf16 the CPU's products take scratch memory.)
 @pytest.mark.parametrize(
     "checkpointing, dtype, vocab", [("none", "bf16", 2048), ("selective", "bf16", 2048), ("full", "fp32", 256)]
@@ -166,16 +180,7 @@ def test_activations(family, checkpointing, dtype, vocab):
     model = built(family, checkpointing, attention, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], vocab)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    data = batch()
-
-    def run(mark):
-        mark("start")
-        loss = model(**data).loss
-        mark("forward")
-        loss.backward()
-        mark("backward")
-
-    found = measured(run)
+    found = measured(passes(model))
     # each checkpoint keeps the CPU's random state
     states = 0 if checkpointing == "none" else len(blocks(model)) * torch.get_rng_state().numel()
     saved, peak = expected_activations(family, checkpointing, dtype, attention, vocab)
@@ -185,17 +190,7 @@ def test_activations(family, checkpointing, dtype, vocab):
 
 def test_eager_attention_saves_the_scores():
     model = built("llama", attention="eager", dtype=torch.bfloat16)
-    data = batch()
-
-    def run(mark):
-        mark("start")
-        loss = model(**data).loss
-        mark("forward")
-        loss.backward()
-        model.zero_grad()
-        mark("backward")
-
-    assert expected_activations("llama", "none", "bf16", "eager", 1024)[0] == pytest.approx(measured(run)["forward"][1], rel=0.01)
+    assert expected_activations("llama", "none", "bf16", "eager", 1024)[0] == pytest.approx(measured(passes(model))["forward"][1], rel=0.01)
 
 
 # Engines

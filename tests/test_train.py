@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import ranks
 import torch
+from launched import ranks_of
 from models import tiny_llama
 
 WORDS = [f"word{i}" for i in range(50)]
@@ -76,20 +77,6 @@ def read(metrics):
     steps = [line for line in lines if "loss" in line]
     held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
     return steps, held_out, next((line["account"] for line in lines if "account" in line), None)
-
-
-def ranks_of(launcher):
-    """The process ids of the ranks that `launcher` started, by rank, once they are there."""
-    found = {}
-    for process in os.listdir("/proc"):
-        try:
-            with open(f"/proc/{process}/environ", "rb") as file:
-                values = dict(part.split(b"=", 1) for part in file.read().split(b"\0") if b"=" in part)
-            if int(values[b"ZEROSTAGE_PARENT"]) == launcher:
-                found[int(values[b"RANK"])] = int(process)
-        except (OSError, KeyError, ValueError):
-            continue
-    return found
 
 
 def wait_until(condition, seconds=60):

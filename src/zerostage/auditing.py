@@ -8,7 +8,6 @@ of each parameter that live storages hold, and compares them with the parameter'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerostage import precision_audit
+from zerostage.mistakes import some
 from zerostage.partition import STAGES, Partition
 from zerostage.precision_audit import PrecisionFindings
 from zerostage.storages import POOLED, TERMS, Holdings, hold
@@ -220,7 +220,7 @@ def _possible(term: str, reports: list[Holdings], whole: dict, n: int) -> tuple[
         for degree, names in sorted(by_degree.items()):
             if len(by_degree) > 1 and (degree != main or not possible):
                 share = sizes[degree] / sum(sizes.values())
-                notes.append(f"{share:.1%} of the {_noun(term)} {_divided(degree, n)}: {_some(names)}.")
+                notes.append(f"{share:.1%} of the {_noun(term)} {_divided(degree, n)}: {some(names)}.")
     return possible, notes
 
 
@@ -232,11 +232,6 @@ def _divided(degree: int, n: int) -> str:
     if degree == 0:
         return "are divided unevenly"
     return f"are held whole by each of {n} ranks" if degree == 1 else f"are divided by {degree}"
-
-
-def _some(names: Iterable[str], most: int = 3) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _within_step(possible: dict[str, set[int]], held: Holdings, n: int, parameters: int) -> list[str]:
@@ -299,14 +294,14 @@ def _training(reports: list[Holdings], trainable: list[str]) -> tuple[list[str] 
     given = [report.with_gradient for report in reports if report.with_gradient is not None]
     without = [name for name in trainable if not any(name in names for names in given)] if given else None
     if without is not None:
-        rest = f"; without one on any rank: {_some(without)}." if without else "."
+        rest = f"; without one on any rank: {some(without)}." if without else "."
         notes.append(f"{len(trainable) - len(without)} of {len(trainable)} trainable parameters have a gradient{rest}")
     still = [name for name in trainable if {r.unmoved[name] for r in reports if name in r.unmoved} == {True}]
     if still:
         steps = f"{reports[0].updates} step" + "s" * (reports[0].updates > 1)
         notes.append(
             f"{len(still)} of {len(trainable)} trainable parameters have the same bits as before the first step, "
-            f"after {steps}: {_some(still)}. They have no gradient, a learning rate of 0, or updates too small for their dtype."
+            f"after {steps}: {some(still)}. They have no gradient, a learning rate of 0, or updates too small for their dtype."
         )
     return without, still, notes
 

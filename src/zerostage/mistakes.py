@@ -1,4 +1,4 @@
-"""What is said where something that the user gave cannot be used."""
+"""What is said to people: where something that they gave cannot be used, and names in a sentence."""
 
 from __future__ import annotations
 
@@ -29,3 +29,9 @@ def number(name: str, text: str) -> float:
     if not 1 <= value < 1e18:
         raise InputError(f"--{name} is {text!r}: give a number such as 70.6e9, 7B or 135M")
     return value
+
+
+def some(names: Iterable[str], most: int = 3) -> str:
+    """The first `most` names, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -25,6 +25,7 @@ from zerostage.autograd import not_compiled
 from zerostage.collectives import Pending, World, piece_size, proceed
 from zerostage.elementwise import bare_copy, check_elementwise, states_per_element
 from zerostage.flat import Flat
+from zerostage.mistakes import some
 from zerostage.norm import not_finite, own_finite
 from zerostage.schedule import Schedule
 
@@ -266,10 +267,9 @@ class Driver:
     def _report_skip(self) -> None:
         found = self.world.collect_objects(not_finite(self.flats), "gradients that are not finite")
         parts = [f"{kind} in '{name}' (slice of rank {r})" for r, mine in enumerate(found) for name, kind in mine]
-        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
         message = (
             f"step {self.calls} skipped on all ranks, weights and optimizer state unchanged: the gradient has "
-            f"{', '.join(parts[:3])}{more} ({self.optimizer.skipped_steps} skipped so far)"
+            f"{some(parts)} ({self.optimizer.skipped_steps} skipped so far)"
         )
         log.log(logging.WARNING if self.world.rank == 0 else logging.DEBUG, message)
 

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zerostage.division import own_name
+from zerostage.mistakes import some
 from zerostage.storages import _STATE_TERMS, Holdings, _flat_and_originals, _fsdp2, _inner, _tensors
 
 #: At most about so many elements of a rank's weights are looked at.
 SAMPLE = 1_000_000
+#: Names that a note lists.
+NAMED = 8
 _TABLE = re.compile(r"inv_freq|freqs|(cos|sin)_cache|rotary|rope", re.IGNORECASE)
 
 
@@ -61,7 +64,7 @@ class PrecisionFindings:
         if self.without_master:
             notes.append(
                 f"{self.without_master_share:.1%} of the trainable weights are kept in 16 bits and updated without a wider "
-                f"copy (no masters): {_some(self.without_master)}."
+                f"copy (no masters): {some(self.without_master, NAMED)}."
             )
         if self.lost is not None:
             notes.append(f"Rounding to 16 bits loses an estimated {self.lost:.1%} of the updates of weights without masters.")
@@ -70,11 +73,11 @@ class PrecisionFindings:
             notes.append(f"Without a copy of the weights in more than 16 bits, {share}.")
         if self.narrow_moments:
             share = f"{self.narrow_moments_share:.1%} of the moments are kept in 16 bits or fewer"
-            notes.append(f"{share}: those of {_some(self.narrow_moments)}.")
+            notes.append(f"{share}: those of {some(self.narrow_moments, NAMED)}.")
         if self.narrow_norms:
-            notes.append(f"Norm layers work with 16-bit weights: {_some(self.narrow_norms)}.")
+            notes.append(f"Norm layers work with 16-bit weights: {some(self.narrow_norms, NAMED)}.")
         if self.narrow_tables:
-            notes.append(f"Rotary tables are cast down to 16 bits: {_some(self.narrow_tables)}; far positions get wrong angles.")
+            notes.append(f"Rotary tables are cast down to 16 bits: {some(self.narrow_tables, NAMED)}; far positions get wrong angles.")
         return notes
 
 
@@ -186,10 +189,6 @@ def findings(looks: list[Look]) -> PrecisionFindings:
 
 def _narrow(dtype: torch.dtype) -> bool:
     return dtype.itemsize < 4
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # -- Where the weights, and what the optimizer updates, are found ----------------------------

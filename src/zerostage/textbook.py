@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zerostage.mistakes import some
 from zerostage.partition import STAGES, Partition
 from zerostage.sends import Sent
 from zerostage.storages import Holdings, Parameter
@@ -137,8 +138,7 @@ def _found(sent: _Elements, units: list[str]) -> tuple[tuple[int, ...], list[str
         told.append(f"It is that of {batches} micro-batches.")
     if kept:
         share = sent.kept / (sent.frozen + sent.trainable)
-        names = ", ".join(units[:3]) + (f" and {len(units) - 3} more" if len(units) > 3 else "")
-        told.append(f"{share:.1%} of the weights ({names}) stay whole from forward until backward: gathered once, not twice.")
+        told.append(f"{share:.1%} of the weights ({some(units)}) stay whole from forward until backward: gathered once, not twice.")
     return tuple(dict.fromkeys(match[0] for match in alike if match[0] is not None)), told
 
 

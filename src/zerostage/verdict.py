@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from zerostage.planning.model.architecture import usual_depth
 from zerostage.planning.run import ITEMSIZE, Run
 from zerostage.planning.schema import STATE, Answer, Bytes, Row
 from zerostage.used import Used, size
@@ -62,7 +63,7 @@ def rough(parameters: int, run: Run, checkpointing_said: bool) -> int:
     (Korthikanti et al. 2022, section 4.1), or its input, 2 bytes, under full checkpointing; logits of a vocabulary of 128k
     and their gradient take 12 bytes each; eight layers' weights are gathered or reduced.
     """
-    layers = max(1.0, (parameters / (12 * 128**2)) ** (1 / 3))
+    layers = max(1.0, usual_depth(parameters))
     hidden = 128 * layers
     kept = 34 + 2 * layers if checkpointing_said and run.checkpointing == "full" else 34 * layers
     return round(run.tokens * (hidden * kept + 12 * 128e3) + 8 * 2 * parameters / layers) + CONTEXT[1]

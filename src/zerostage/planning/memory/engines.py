@@ -10,7 +10,31 @@ from zerostage.planning.model.architecture import Unit
 from zerostage.planning.run import ITEMSIZE
 
 
-class FSDP2(Buffers):
+class FSDP(Buffers):
+    """What both have in common: blocks and a root, shards in the masters' dtype, and which units are gathered."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.reshards = self.partition.weights > 1
+        self.held: set[str] = set()
+        self.backward = False
+
+    def divide(self) -> tuple[Unit, ...]:
+        return self.architecture.blocks_and_root
+
+    def gradient_itemsize(self) -> int:
+        return self.master
+
+    def arrive(self, unit: Unit, elements: int) -> None:
+        self.add(unit, elements * self.c)
+
+    def _release(self, unit: Unit) -> None:
+        if unit.name in self.held:
+            self.held.discard(unit.name)
+            self.track.change("gathered", -self.whole(unit))
+
+
+class FSDP2(FSDP):
     """torch.distributed.fsdp.fully_shard with a MixedPrecisionPolicy (`_fsdp_param_group.py`, `_fsdp_collectives.py`).
 
     Shards are kept in the masters' dtype only. A gather is an all-gather buffer and the weights that are copied out of
@@ -21,18 +45,9 @@ class FSDP2(Buffers):
 
     stages = (2, 3, None)
 
-    def divide(self) -> tuple[Unit, ...]:
-        return self.architecture.blocks_and_root
-
-    def gradient_itemsize(self) -> int:
-        return self.master
-
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
-        self.reshards = self.partition.weights > 1
-        self.held: set[str] = set()
         self.gather_buffer = self.reduce_input = 0
-        self.backward = False
         self.ahead: Unit | None = None  # the unit whose gather is under way
         wide = self.run.fp32_reduce if self.run.fp32_reduce is not None else self.g == 4
         self.reduce_itemsize = 4 if wide else self.c
@@ -72,23 +87,17 @@ class FSDP2(Buffers):
         blocks = [u for u in self.units if not u.resident]
         kept = self.run.implementation == "torchtitan" and unit is blocks[-1]  # its apply_fsdp leaves the last block gathered
         if self.reshards and not unit.resident and not kept:
-            self.held.discard(unit.name)
-            self.track.change("gathered", -self.whole(unit))
+            self._release(unit)
 
     def end_forward(self) -> None:
         self.track.change("gathered", -self.gather_buffer)
         self.gather_buffer = 0
         self.backward = True
 
-    def arrive(self, unit: Unit, elements: int) -> None:
-        self.add(unit, elements * self.c)
-
     def reduce(self, unit: Unit, following: list[Unit]) -> None:
         elements = self.padded(unit, True)
         self.complete(unit)
-        if unit.name in self.held:
-            self.held.discard(unit.name)
-            self.track.change("gathered", -self.whole(unit))
+        self._release(unit)
         if not elements:
             return
         if not self.reduces:  # kept whole, in the dtype of the reduction
@@ -112,7 +121,7 @@ class FSDP2(Buffers):
         self.held.clear()
 
 
-class FSDP1(Buffers):
+class FSDP1(FSDP):
     """torch.distributed.fsdp.FullyShardedDataParallel with mixed precision (`_flat_param.py`, `_runtime_utils.py`).
 
     A unit is one flat parameter, kept as a shard in the masters' dtype. A gather casts the shard and gathers it into
@@ -126,17 +135,6 @@ class FSDP1(Buffers):
     gradients_outlive_zero_grad = True
     pending_units = 2  # the rate limiter's
 
-    def divide(self) -> tuple[Unit, ...]:
-        return self.architecture.blocks_and_root
-
-    def gradient_itemsize(self) -> int:
-        return self.master
-
-    def __init__(self, *arguments) -> None:
-        super().__init__(*arguments)
-        self.reshards = self.partition.weights > 1
-        self.held: set[str] = set()
-
     def sizes(self) -> dict[str, int]:
         found = super().sizes()
         found["weights"] = 0 if self.has_master else sum(map(self.stored, self.units)) // self.partition.optimizer
@@ -147,17 +145,10 @@ class FSDP1(Buffers):
         if self.backward and following and not unit.resident:
             self._gather(following[0])
 
-    backward = False
-
     def _gather(self, unit: Unit) -> None:
         if unit.name not in self.held:
             self.held.add(unit.name)
             self.track.change("gathered", self.whole(unit))
-
-    def _release(self, unit: Unit) -> None:
-        if unit.name in self.held:
-            self.held.discard(unit.name)
-            self.track.change("gathered", -self.whole(unit))
 
     def leave(self, unit: Unit, last: bool) -> None:
         if self.reshards and not unit.resident:
@@ -165,9 +156,6 @@ class FSDP1(Buffers):
 
     def end_forward(self) -> None:
         self.backward = True
-
-    def arrive(self, unit: Unit, elements: int) -> None:
-        self.add(unit, elements * self.c)
 
     def reduce(self, unit: Unit, following: list[Unit]) -> None:
         self._release(unit)

@@ -143,3 +143,8 @@ class Architecture:
                 shared.add(key)
             units.setdefault(key, []).append(weight)
         return tuple(Unit(key or "root", tuple(own), not key or key in shared) for key, own in units.items())
+
+
+def usual_depth(parameters: float) -> float:
+    """Layers of a dense transformer of which only the size is known: N = 12 L h^2 (Kaplan et al. 2020) with a width h of 128 a layer."""
+    return (parameters / (12 * 128**2)) ** (1 / 3)

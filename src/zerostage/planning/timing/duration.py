@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from zerostage.mistakes import InputError
 from zerostage.partition import Partition
-from zerostage.planning.model.architecture import Architecture, Unit, Weight
+from zerostage.planning.model.architecture import Architecture, Unit, Weight, usual_depth
 from zerostage.planning.run import ITEMSIZE, Run
 from zerostage.planning.schema import Span
 from zerostage.planning.timing.habits import Traffic
@@ -134,8 +134,7 @@ def step(architecture: Architecture, run: Run, machine: Machine, partition: Part
 
 def _pieces(architecture: Architecture) -> tuple[Unit, ...]:
     """Equal layers for a model of which only the size is known: as many as a width of 128 per layer means (12 l h^2 = N)."""
-    width = (128 * architecture.parameters / 12) ** (1 / 3)
-    layers = max(1, round(width / 128))
+    layers = max(1, round(usual_depth(architecture.parameters)))
     side = max(1, round(math.sqrt(architecture.parameters / layers)))
     return tuple(Unit(f"layers.{i}", (Weight((f"layers.{i}.weight",), (side, side)),)) for i in range(layers))
 

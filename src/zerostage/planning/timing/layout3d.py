@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zerostage.mistakes import InputError
 from zerostage.partition import GRADIENTS, OPTIMIZER, WEIGHTS, Partition
-from zerostage.planning.model.architecture import Architecture, Block, Weight
+from zerostage.planning.model.architecture import Architecture, Block, Weight, usual_depth
 from zerostage.planning.run import Run
 from zerostage.planning.timing.duration import Duration
 from zerostage.planning.timing.hardware import Machine
@@ -63,7 +63,7 @@ def stand_in(architecture: Architecture) -> Architecture:
 
     That is the shape of a dense transformer (Kaplan et al. 2020 count 12 l h^2; most have h / l near 100 to 130).
     """
-    layers = max(4, 4 * round((architecture.parameters / (12 * 128**2)) ** (1 / 3) / 4))
+    layers = max(4, 4 * round(usual_depth(architecture.parameters) / 4))
     h = max(128, 128 * round((architecture.parameters / (12 * layers)) ** 0.5 / 128))
     f = 128 * round(8 * h / 3 / 128)
     names = [f"layers.{i}" for i in range(layers)]
@@ -189,11 +189,15 @@ def reversal(
     MARGIN times the critical tokens in a micro-batch: the faster of a layout and ZeRO with nothing hidden. Else ZeRO: it
     needs no change of the model.
     """
+    fitting = [(partition, time) for partition, fits, time in zero if fits]
+    critical = machine.critical_tokens
+    flat = [time for partition, time in fitting if partition.weights > machine.gpus_per_node]
+    if fitting and (critical is None or not flat or any(partition.weights == 1 for partition, _ in fitting)):
+        return None, []
     if not architecture.blocks:
         architecture = stand_in(architecture)
-    options = list(layouts(architecture, run, machine) if found is None else found)
+    options = layouts(architecture, run, machine) if found is None else found
     best = next((layout for layout in options if layout.fits), None)
-    fitting = [(partition, time) for partition, fits, time in zero if fits]
     if not fitting:
         if best is None:
             return None, [
@@ -204,10 +208,6 @@ def reversal(
             f"{best.memory_bytes / 1e9:.0f} GB a rank "
             f"(activations by the approximation of 34 bytes per token, element and layer)"
         ]
-    critical = machine.critical_tokens
-    flat = [time for partition, time in fitting if partition.weights > machine.gpus_per_node]
-    if critical is None or not flat or any(partition.weights == 1 for partition, _ in fitting):
-        return None, []
     time = min(flat, key=lambda time: time.step_s)
     within = min((time for partition, time in fitting if partition.weights <= machine.gpus_per_node), key=lambda t: t.step_s, default=None)
     critical *= 0.75 if run.checkpointing == "full" else 1.0
@@ -228,11 +228,11 @@ def reversal(
     reasons = [
         f"{numbers}: {run.tokens / critical:.1f} times as many, under the {MARGIN:g} that leave room for what is not hidden"
     ]
+    slower = max(time.step_s, time.unhidden_s)
     reasons.append(
         f"stage 3 communicates {time.communication_s:.1f} s and computes {time.compute_s:.1f} s a step: {time.step_s:.1f} s as "
-        f"{run.engine} overlaps them, {max(time.step_s, time.unhidden_s):.1f} s where nothing is hidden"
+        f"{run.engine} overlaps them, {slower:.1f} s where nothing is hidden"
     )
-    slower = max(time.step_s, time.unhidden_s)
     if within is not None:
         reasons.append(
             f"with weights gathered within a node a step would take {within.step_s:.1f} s, or {within.unhidden_s:.1f} s where nothing is hidden"

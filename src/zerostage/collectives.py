@@ -312,6 +312,7 @@ class World:
         self.alone = self.distributed and dist.get_backend(group) == "fake"
         self.streams = self.distributed and (device.type == "cuda" or self.alone)
         self._data: Any = None
+        self._saving: Any = None
         self._to_destroy: list[Any] = []
         self.notes: Notes | None = None
         self.timeline: Timeline | None = None  # while somebody traces
@@ -352,6 +353,12 @@ class World:
             # torch names a part by its ranks, and would take the next one for this one if this one were destroyed
             self._to_destroy.append(made)
         return made
+
+    def group_for_saving(self) -> Any:
+        """A group for a thread that saves while the others are in use; None where there is one rank. All ranks ask at once."""
+        if self.size > 1 and self._saving is None:
+            self._saving = self._new_group(self.global_ranks, "gloo")
+        return self._saving
 
     def span(self, kind: str, what: str) -> AbstractContextManager[None]:
         """Note what is done in a block on the timeline, if there is one."""

@@ -49,7 +49,7 @@ class EMA:
         self._engine, self.decay = engine, decay
         self._averages: dict[Flat, torch.Tensor] = {}  # by flat, this rank's optimizer slice
         self.follow()
-        engine.averages.add(self)
+        engine.averages[max(engine.averages, default=-1) + 1] = self
 
     def follow(self) -> dict[Flat, torch.Tensor]:
         """The averages of the flats that are trainable now. One that is new starts at its present master."""

@@ -45,7 +45,8 @@ class Engine:
         self.precision, self.optimized = precision, optimized
         self.units: list[Unit] = []
         self.driver: Driver | None = None
-        self.averages: weakref.WeakSet[Any] = weakref.WeakSet()  # the `EMA`s of this model
+        self.averages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # the `EMA`s of this model
+        self.saving: Any = None  # the checkpoint that is being saved while training goes on
         self.missing = missing  # parameters, by first name, that have no values yet
         self._flats_made = 0
         for division in divisions:
@@ -125,7 +126,7 @@ class Engine:
         }
         for name, tensors in (self.driver.state_tensors() if self.driver else {}).items():
             result[name] = tensors
-        for average in self.averages:
+        for average in self.averages.values():
             result["average"] = result.get("average", []) + average.tensors()
         if aside := [flat.aside for flat in flats if flat.aside is not None]:
             result["set aside"] = aside
@@ -160,6 +161,8 @@ class Engine:
         return [unit for unit in self.units if unit in wanted]
 
     def close(self) -> None:
+        if self.saving is not None:
+            self.saving.wait()
         self.schedule.close()
         if self.driver is not None:
             self.driver.close()
@@ -548,5 +551,5 @@ def traffic(model: nn.Module) -> Traffic:
 
 @not_compiled
 def close(model: nn.Module) -> None:
-    """Remove the hooks and release threads and process groups. The model's weights stay as they are."""
+    """Remove the hooks and release threads and process groups, once a save under way is done. The model's weights stay as they are."""
     require(model).close()

@@ -48,6 +48,7 @@ class Flat:
         self.layout = Layout([(n, p.shape) for n, p in zip(names, parameters)], world.size)
         self.device = world.device
         self.names = list(names)
+        self.sources = [parameter.dtype for parameter in parameters]  # of the values from which the weights were made
         self.trainable = parameters[0].requires_grad
         self.dtype = precision.weights if precision else parameters[0].dtype
         self.grad_dtype = precision.gradients if precision else None
@@ -183,10 +184,10 @@ class Flat:
         base = self.bounds[3][0]
         for index, first, last in self.layout.segments(*self.bounds[3]) if changed else ():
             if index in changed:
-                self._follow(slice(first - base, last - base))
+                self.follow(slice(first - base, last - base))
         self.note_versions()
 
-    def _follow(self, part: slice = slice(None)) -> None:
+    def follow(self, part: slice = slice(None)) -> None:
         """Give masters in `part` of the optimizer's slice the weights' values; one that its weight still shows stays."""
         master, weights = self.master[part], self.step_weights[part]
         torch.where(master.to(self.dtype) == weights, master, weights.to(self.master_dtype), out=master)
@@ -207,7 +208,7 @@ class Flat:
         if self.divided:
             self.shard.copy_(self.mine)
         if self.has_master:
-            self._follow()
+            self.follow()
         self.note_versions()
 
     def publish(self) -> Iterator[Pending]:

@@ -126,6 +126,21 @@ class Driver:
             if segment is not None and state:
                 self._set_state(segment, {name: segment.cut(value, name, whole) for name, value in state.items()})
 
+    def state_of(self, segment: Segment) -> dict[str, Any]:
+        """The optimizer's state of a segment; {} where there is none yet."""
+        return self._inner.state.get(segment.master, {})
+
+    def adopt(self, segment: Segment, state: dict[str, Any]) -> None:
+        """Give a segment `state` of its own length ({}: none), its step count where the optimizer looks for it."""
+        self._inner.state.pop(segment.master, None)
+        self.optimizer.state.pop(segment.parameter, None)
+        if not state:
+            return
+        group = next((g for g in self.optimizer.param_groups for p in g["params"] if p is segment.parameter), {})
+        on_device = group.get("capturable") or group.get("fused") or type(self.optimizer) in _ADAM and _may_fuse(group)
+        place = segment.master.device if on_device else torch.device("cpu")
+        self._set_state(segment, {k: v.to(place) if isinstance(v, torch.Tensor) and v.dim() == 0 else v for k, v in state.items()})
+
     def _set_state(self, segment: Segment, state: dict[str, Any]) -> None:
         self._inner.state[segment.master] = state
         self.optimizer.state[segment.parameter] = state

@@ -54,6 +54,7 @@ def _split(engine: Engine, old: Flat, chosen: list[int]) -> None:
         if indices:
             part = engine.new_flat(unit, [old.parameters[i] for i in indices], [old.names[i] for i in indices])
             part.fill([values[i] for i in indices])
+            part.sources = [old.sources[i] for i in indices]
             part.count_uses()
             parts.append(part)
     place = unit.flats.index(old)
@@ -62,5 +63,5 @@ def _split(engine: Engine, old: Flat, chosen: list[int]) -> None:
     schedule.exchange(old, parts)
     if engine.driver is not None:
         engine.driver.include(parts[0])
-    for average in engine.averages:
+    for average in engine.averages.values():
         average.follow()

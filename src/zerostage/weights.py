@@ -48,6 +48,9 @@ class Files:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._open[self._where[name]].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._open[self._where[name]].get_slice(name)[:0].dtype if self.shape(name) else self.elements(name, 0, 1).dtype
+
     def elements(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, in the file's dtype; reads only the rows that hold them."""
         part = self._open[self._where[name]].get_slice(name)
@@ -140,6 +143,7 @@ def _check_ties(files: Files, slot: Slot, found: list[str]) -> None:
 
 def _read(flat: Flat, index: int, name: str, files: Files) -> None:
     slot = flat.layout.slots[index]
+    flat.sources[index] = files.dtype(name)
     for level, target in ((1, flat.shard), (3, flat.master)):
         if level == 3 and not flat.has_master:
             continue
@@ -164,12 +168,12 @@ def _fill_buffers(engine: Engine, files: Files) -> None:
                 buffer.copy_(values)
                 on_meta.pop(name, None)
         if on_meta:
-            _compute_buffers(engine.model, prefix, module, sorted(on_meta))
+            compute_buffers(engine.model, prefix, module, sorted(on_meta))
     for path, buffer in engine.model.named_buffers():
         engine.world.broadcast(buffer.data, f"the buffer {own_name(path)}")
 
 
-def _compute_buffers(model: nn.Module, prefix: str, module: nn.Module, names: list[str]) -> None:
+def compute_buffers(model: nn.Module, prefix: str, module: nn.Module, names: list[str]) -> None:
     """Have the module, or the model's initialisation, compute buffers that were on the meta device."""
     own_parameters = any(p is not None for p in module._parameters.values())
     root = next((m for m in model.modules() if hasattr(m, "_init_weights")), None)

@@ -1,0 +1,1 @@
+"""Checkpoints that load at any partition and number of ranks: save, load, export, inspect."""

@@ -10,6 +10,7 @@ import click
 
 from zerostage import __version__
 from zerostage.audit_command import audit
+from zerostage.checkpoint.commands import export, inspect
 from zerostage.mistakes import InputError, closest
 from zerostage.planning.command import plan
 from zerostage.train import config as settings
@@ -86,6 +87,8 @@ def _train(config: settings.TrainConfig) -> None:
 
 group.add_command(plan)
 group.add_command(audit)
+group.add_command(export)
+group.add_command(inspect)
 
 
 @group.command()

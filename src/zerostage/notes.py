@@ -47,6 +47,7 @@ class Notes:
         self.closed = closed  # the ranks whose connections are closed
         self.steps = 0  # optimizer steps so far
         self._raised = self._told = False
+        self._contradiction = ""
         self.process = os.getpid()
         _open.add(self)
         _watch_process()
@@ -63,6 +64,8 @@ class Notes:
         Returns the number of the latest gather for which a rank waits, which may be waiting for this one.
         A rank has one note of what it waits for, whichever of its models that belongs to.
         """
+        if self._contradiction:  # what cleans up behind the first error shall not find it out once more
+            raise OrderError(self._contradiction)
         mine = [self.name, kind, number, what]
         self.store.set(self._waits(self.rank), json.dumps(mine))
         if first := self._read(self._first):
@@ -74,12 +77,13 @@ class Notes:
             waits = "; ".join(f"rank {rank} waits for {note[3]} ({note[1]} {note[2]})" for rank, note in sorted(notes.items()))
             # peers that have not looked yet need this rank's note and a moment to read it
             time.sleep(STALL + 1)
-            raise OrderError(
+            self._contradiction = (
                 f"the ranks ran the model's units in different orders and wait for each other: {waits}. "
                 "Every rank must run the same modules in the same order in each forward and backward, and call "
                 "optimizer.step() and clip_grad_norm_ equally often, of each model in the same order. Where ranks have "
                 "different numbers of batches, use zerostage.together"
             )
+            raise OrderError(self._contradiction)
         if waited > RECOVERY:
             for rank in range(self.size):
                 if rank not in notes and (text := self._read(self._exception(rank))):

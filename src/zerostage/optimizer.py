@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -130,16 +130,18 @@ class Driver:
         """The optimizer's state of a segment; {} where there is none yet."""
         return self._inner.state.get(segment.master, {})
 
-    def adopt(self, segment: Segment, state: dict[str, Any]) -> None:
-        """Give a segment `state` of its own length ({}: none), its step count where the optimizer looks for it."""
-        self._inner.state.pop(segment.master, None)
-        self.optimizer.state.pop(segment.parameter, None)
-        if not state:
-            return
-        group = next((g for g in self.optimizer.param_groups for p in g["params"] if p is segment.parameter), {})
-        on_device = group.get("capturable") or group.get("fused") or type(self.optimizer) in _ADAM and _may_fuse(group)
-        place = segment.master.device if on_device else torch.device("cpu")
-        self._set_state(segment, {k: v.to(place) if isinstance(v, torch.Tensor) and v.dim() == 0 else v for k, v in state.items()})
+    def adopt(self, states: Iterable[tuple[Segment, dict[str, Any]]]) -> None:
+        """Give segments state of their own length ({}: none), step counts where the optimizer looks for them."""
+        group_of = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        for segment, state in states:
+            self._inner.state.pop(segment.master, None)
+            self.optimizer.state.pop(segment.parameter, None)
+            group = group_of.get(id(segment.parameter), {})
+            on_device = group.get("capturable") or group.get("fused") or type(self.optimizer) in _ADAM and _may_fuse(group)
+            place = segment.master.device if on_device else torch.device("cpu")
+            if state:
+                scalars = {k: v.to(place) for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() == 0}
+                self._set_state(segment, {**state, **scalars})
 
     def _set_state(self, segment: Segment, state: dict[str, Any]) -> None:
         self._inner.state[segment.master] = state

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ log = logging.getLogger("zerostage")
 
 MANIFEST, INDEX, SUMS, ASSETS = "manifest.json", "index.json", "SHA256SUMS", "assets"
 #: This process; a process id alone comes again, in a restarted container even at once.
-_TOKEN = uuid.uuid4().hex[:8]
+_TOKEN, _HOST = uuid.uuid4().hex[:8], re.sub(r"\W", "_", socket.gethostname())
 #: Seconds without a change after which what a process of another host left counts as abandoned.
 ABANDONED = 3600.0
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|replaced|deleted)-(?P<host>.+)-(?P<process>\d+)-(?P<token>\w{8})")
@@ -35,8 +36,7 @@ _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|replaced|deleted)-(?P<ho
 
 def beside(path: Path, kind: str) -> Path:
     """The hidden name beside `path` under which this process writes, replaces or deletes it."""
-    host = re.sub(r"\W", "_", socket.gethostname())
-    return path.with_name(f".{path.name}.{kind}-{host}-{os.getpid()}-{_TOKEN}")
+    return path.with_name(f".{path.name}.{kind}-{_HOST}-{os.getpid()}-{_TOKEN}")
 
 
 def sync(path: Path) -> None:
@@ -73,15 +73,18 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def manifest(path: Path) -> dict[str, Any]:
-    """A checkpoint's manifest. Raises DamagedError where it cannot be read."""
+    """A checkpoint's manifest. Raises DamagedError where it cannot be read or is not the one whose checksum is listed."""
     try:
-        found = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        content = (path / MANIFEST).read_bytes()
+        found = json.loads(content)
         if not (isinstance(found["sequence"], int) and all(isinstance(size, int) for size in found["files"].values())):
             raise ValueError("it has other values than a manifest has")
     except FileNotFoundError:
         raise DamagedError(f"{path / MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path / MANIFEST} is damaged: {error}") from None
+    if sums(path).get(MANIFEST) != hashlib.sha256(content).hexdigest():
+        raise DamagedError(f"{path / MANIFEST} was altered: its checksum is not that in {SUMS}")
     return found
 
 
@@ -137,7 +140,7 @@ def check(path: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, whole or not; those without a readable manifest last, by name.
+    """The checkpoints in a folder, newest first, whole or not; those without a readable manifest before all others.
 
     A checkpoint that was about to be replaced when its process was killed is there under its hidden name.
     """
@@ -150,7 +153,7 @@ def newest_first(folder: Path) -> list[Path]:
             try:
                 found.append((manifest(path)["sequence"], path.name, path))
             except OSError:
-                found.append((-1, path.name, path))
+                found.append((math.inf, path.name, path))  # to be told about
     return [path for *_, path in sorted(found, reverse=True)]
 
 
@@ -178,12 +181,13 @@ def check_room(folder: Path, needed: int) -> None:
         )
 
 
-def prepare(path: Path) -> Path:
-    """Make the folder in which the checkpoint `path` is written, and remove what killed processes left around it."""
+def prepare(path: Path, needed: int) -> Path:
+    """Make the folder in which the checkpoint `path` of `needed` bytes is written; remove what killed processes left beside it."""
     if path.exists() and not is_checkpoint(path) and (path.is_file() or any(path.iterdir())):
         raise OSError(f"{path} exists and is not a checkpoint: give a new folder's name")
     path.parent.mkdir(parents=True, exist_ok=True)
     clean(path.parent)
+    check_room(path.parent, needed)
     partial = beside(path, "partial")
     if partial.exists():
         shutil.rmtree(partial)
@@ -208,7 +212,7 @@ def clean(folder: Path) -> None:
 def _in_use(path: Path, match: re.Match[str]) -> bool:
     if match["token"] == _TOKEN:
         return True
-    if match["host"] == re.sub(r"\W", "_", socket.gethostname()):
+    if match["host"] == _HOST:
         process = int(match["process"])
         return process != os.getpid() and _lives(process)
     try:

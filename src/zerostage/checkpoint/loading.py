@@ -128,7 +128,8 @@ def _problems(path: Path, world: World) -> list[str]:
 
 
 def _hint(path: Path, world: World) -> str:
-    whole = folder.latest(path.parent) if world.rank == 0 else None
+    others = (other for other in folder.newest_first(path.parent) if other != path and not folder.check_sizes(other))
+    whole = next(others, None) if world.rank == 0 else None
     whole = world.collect_objects(whole, "zerostage.load")[0]
     return f". {whole} is whole: load that, or the folder above, which takes the newest whole one" if whole else ""
 
@@ -277,8 +278,7 @@ def _read_states(engine: Engine, flat: Flat, source: Source) -> None:
         states.append((segment, state))
     for term, pieces in wanted.items():
         source.read(term, pieces)
-    for segment, state in states:
-        engine.driver.adopt(segment, state)
+    engine.driver.adopt(states)
     engine.driver.reserved.pop(flat, None)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 
 import zerostage
 from zerostage.autograd import not_compiled
@@ -26,6 +27,7 @@ from zerostage.checkpoint import folder
 from zerostage.checkpoint.source import AVERAGE, MASTER, WEIGHTS
 from zerostage.checkpoint.stored import FORMAT, pack, unpack
 from zerostage.checkpoint.writing import Item, write_items
+from zerostage.collectives import World
 from zerostage.division import own_name
 from zerostage.ema import EMA
 from zerostage.engine import Engine, require
@@ -115,8 +117,7 @@ def save(
     with_rank_0 = partial(_on_rank_0, engine, f"zerostage.save({path.name})")
 
     def prepare() -> Path:
-        partial_ = folder.prepare(path)
-        folder.check_room(partial_, needed)
+        partial_ = folder.prepare(path, needed)
         _save_assets(partial_, engine.model, beside)
         return partial_
 
@@ -130,7 +131,7 @@ def save(
             item.get = partial(_given, value)
     saving = Saving(path)
     group = engine.world.group_for_saving()
-    work = partial(_write, path, hidden, items, index, described, keep_last, engine.world.rank, engine.world.size, group)
+    work = partial(_write, path, hidden, items, index, described, keep_last, engine.world, group)
     if asynchronous:
         saving._thread = threading.Thread(target=saving._run, args=(work,), name="zerostage-save")
         engine.saving = saving
@@ -437,8 +438,7 @@ def _write(
     index: dict[str, Any],
     described: dict[str, Any],
     keep_last: int,
-    rank: int,
-    ranks: int,
+    world: World,
     group: Any,
 ) -> int:
     """Write, join and publish; may run on a thread. Returns the bytes of the checkpoint, the same on all ranks."""
@@ -447,24 +447,24 @@ def _write(
         try:
             writer = write_items(hidden, items, group)
             outcome = (writer.file.name, writer.placed, folder.digest(writer.file))
-        except Exception as error:  # where one rank cannot write, torch raises on all
+        except (Exception, CheckpointException) as error:  # torch's, on all ranks where one cannot write, is no Exception
             outcome = _reason(error)
-        written = _everyone(outcome, group, ranks)
+        written = _everyone(outcome, group, world, path.name)
         for other, result in enumerate(written):
             if isinstance(result, str):
                 raise OSError(f"zerostage.save({path.name}) failed: {result if ' on rank ' in result else f'on rank {other}: {result}'}")
         published: Any = None
-        if rank == 0:
+        if world.rank == 0:
             try:
                 published = _join(path, hidden, index, described, written, keep_last)
             except Exception as error:
                 published = f"{type(error).__name__}: {error}"
-        published = _everyone(published, group, ranks)[0]
+        published = _everyone(published, group, world, path.name)[0]
         if isinstance(published, str):
             raise OSError(f"zerostage.save({path.name}) failed on rank 0: {published}")
         return published
     except BaseException:
-        if rank == 0:
+        if world.rank == 0:
             shutil.rmtree(hidden, ignore_errors=True)
         raise
 
@@ -478,11 +478,14 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _everyone(value: Any, group: Any, ranks: int) -> list[Any]:
-    if ranks == 1:
+def _everyone(value: Any, group: Any, world: World, name: str) -> list[Any]:
+    if group is None:
         return [value]
-    values: list[Any] = [None] * ranks
-    dist.all_gather_object(values, value, group=group)
+    values: list[Any] = [None] * world.size
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError:  # a connection was closed
+        raise world.notes.lost(f"the save of {name}") from None
     return values
 
 

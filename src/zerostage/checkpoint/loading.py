@@ -15,6 +15,7 @@ from torch import nn
 
 from zerostage.autograd import not_compiled
 from zerostage.checkpoint import folder
+from zerostage.checkpoint.contents import not_persistent
 from zerostage.checkpoint.damage import DamagedError
 from zerostage.checkpoint.opening import is_source, open_source
 from zerostage.checkpoint.source import AVERAGE, MASTER, WEIGHTS, Piece, Source, Stored
@@ -154,7 +155,7 @@ def _match(engine: Engine, source: Source, optimizer: Any, strict: bool) -> list
             )
     buffers = source.all_buffers() if isinstance(source, StoredSource) else source.buffers()
     for name, buffer in _buffers(engine.model):
-        if name in buffers and buffers[name].shape != buffer.shape and name not in _unsaved(engine.model):
+        if name in buffers and buffers[name].shape != buffer.shape and name not in not_persistent(engine.model):
             raise ValueError(f"the buffer '{name}' has shape {tuple(buffers[name].shape)} in {source.what} and {tuple(buffer.shape)} in the model")
     if optimizer is None:
         return None
@@ -284,14 +285,6 @@ def _read_states(engine: Engine, flat: Flat, source: Source) -> None:
 
 def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(own_name(name), buffer) for name, buffer in model.named_buffers(remove_duplicate=False)]
-
-
-def _unsaved(model: nn.Module) -> set[str]:
-    return {
-        own_name(f"{path}.{key}" if path else key)
-        for path, module in model.named_modules(remove_duplicate=False)
-        for key in module._non_persistent_buffers_set
-    }
 
 
 def _read_buffers(engine: Engine, source: Source) -> None:

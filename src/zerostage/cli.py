@@ -74,9 +74,10 @@ def train(path: str | None, **flags) -> None:
     # Mistakes that can be seen from here are told before any rank starts.
     data.check_files([*config.data, *config.eval_data])
     model_folder.find(config.model)
-    if config.ranks == 1:
+    if config.ranks == 1 and not config.max_restarts:
         sys.exit(launch.run_rank(_train, config))
-    sys.exit(launch.start([sys.executable, "-m", "zerostage.cli", *sys.argv[1:]], config.ranks, config.device))
+    command = [sys.executable, "-m", "zerostage.cli", *sys.argv[1:]]
+    sys.exit(launch.start(command, config.ranks, config.device, config.max_restarts))
 
 
 def _train(config: settings.TrainConfig) -> None:

@@ -16,7 +16,7 @@ from zerostage.planning.memory.engines import BUFFERS
 from zerostage.planning.model import resolve as models
 from zerostage.planning.model.architecture import Architecture
 from zerostage.planning.recommend import Candidate, recommend
-from zerostage.planning.rows import partitions, row, state_bytes
+from zerostage.planning.rows import checkpoint_bytes, partitions, row, state_bytes
 from zerostage.planning.run import ALSO, Run
 from zerostage.planning.schema import Plan, Row
 from zerostage.planning.timing import hardware
@@ -267,7 +267,8 @@ def _model(a: Architecture, run: Run) -> dict[str, Any]:
         "name": a.name, "family": a.family, "parameters": a.parameters, "active_parameters": a.active_parameters,
         "trainable_parameters": a.trainable_parameters, "layers": len(a.blocks), "hidden": a.hidden, "vocab": a.vocab,
         "heads": first.heads if first else 0, "kv_heads": first.kv_heads if first else 0, "head_dim": first.head_dim if first else 0,
-        "ffn": first.ffn if first else 0, "experts": first.experts if first else 0, "state_bytes": state_bytes(a, run), "tied": a.tied, "modelled": a.modelled,
+        "ffn": first.ffn if first else 0, "experts": first.experts if first else 0, "state_bytes": state_bytes(a, run),
+        "checkpoint_bytes": checkpoint_bytes(a, run), "tied": a.tied, "modelled": a.modelled,
     }  # fmt: skip
 
 

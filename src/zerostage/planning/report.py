@@ -50,6 +50,8 @@ def _head(console: Console, plan: Plan) -> None:
     master = "" if run["master"] in ("none", run["weights"]) else f", {run['master']} master weights"
     kept = f"weights, gradients and optimizer states ({run['weights']}{master}, {run['optimizer']})"
     console.print(f"{text} = {_number(total, size)} {unit} of {kept}; {unit} = {power} bytes", highlight=False)
+    saved = f"a checkpoint takes {_number(model['checkpoint_bytes'], size)} {unit} on the disk (weights{', masters' if master else ''} and moments)"
+    console.print(f"{saved}; a resumed run has its states from the start, so its first step takes what later steps take", highlight=False)
     if plan.method != "training state only" or plan.machine:
         console.print(
             f"A step: {run['accumulation']} x {run['micro_batch']} sequences of {run['sequence']} tokens a rank; {'no' if run['checkpointing'] == 'none' else run['checkpointing']} "

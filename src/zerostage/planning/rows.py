@@ -88,6 +88,12 @@ def state_bytes(architecture: Architecture, run: Run) -> int:
     return sum(size for term, size in buffers.sizes().items() if term != "buffers")
 
 
+def checkpoint_bytes(architecture: Architecture, run: Run) -> int:
+    """What a checkpoint takes on the disk: weights, masters and moments, wherever they are kept while training."""
+    sizes = Buffers(architecture, run.model_copy(update={"offload": "none"}), Partition(1, 1, 1), 1, Track()).sizes()
+    return sum(sizes[term] for term in ("weights", "master", "exp_avg", "exp_avg_sq"))
+
+
 def _state_only(architecture: Architecture, run: Run, partition: Partition, ranks: int) -> Track:
     """Where no activations are known: the state between backward and the end of the step."""
     track = Track()

@@ -196,9 +196,10 @@ def _match_groups(engine: Engine, source: Source, optimizer: Any) -> list[dict[s
 
 
 def _find(source: Source, names: tuple[str, ...]) -> tuple[str, Stored]:
-    for name in names:
-        if name in source.parameters:
-            return name, source.parameters[name]
+    found = [name for name in names if name in source.parameters]
+    if found:  # others keep a tied parameter's state under one of its names only
+        name = max(found, key=lambda name: len(source.parameters[name].terms))
+        return name, source.parameters[name]
     near = difflib.get_close_matches(names[0], source.names, 1)
     raise KeyError(f"'{names[0]}' is not in {source.what}" + (f"; the closest name there is '{near[0]}'" if near else ""))
 

@@ -113,6 +113,14 @@ def test_a_global_batch_that_the_ranks_do_not_divide_is_refused():
     assert "ranks 1 (the default)" in refused(flags={"global_batch": 5, "micro_batch": 2})
 
 
+@pytest.mark.parametrize("field, value", [("checkpoint_every", 5), ("keep_last", 3), ("test_save", True), ("max_restarts", 1)])
+def test_what_needs_a_folder_for_checkpoints_is_refused_without_one(field, value):
+    message = refused(flags={field: value})
+    assert message.startswith(f"{field} is {value} (the flag --") and message.endswith("give --checkpoints")
+    assert getattr(load(None, {**BASE, field: value, "checkpoints": "runs/x"}), field) == value
+    assert not load(None, {**BASE, field: 0}).checkpoints  # switched off is nothing that is missing
+
+
 def test_ranks_must_be_those_of_the_job():
     assert load(None, BASE, {"WORLD_SIZE": "4"}).ranks == 4
     assert load(None, {**BASE, "ranks": "4"}, {"WORLD_SIZE": "4"}).ranks == 4

@@ -1,6 +1,7 @@
 """Files to packed sequences, and the order in which a step takes them."""
 
 import json
+import math
 
 import numpy as np
 import pyarrow
@@ -65,24 +66,62 @@ def test_an_index_of_minus_one_is_a_row_without_targets():
     assert labels[1].tolist() == [1, 2, 3, 4]
 
 
+def taken(samples, batches, seed=7, start=data.Position()):
+    """The indices of global batches of these sizes one after the other, and the position after them."""
+    found = []
+    for size in batches:
+        indices, start = data.take(samples, size, start, seed)
+        found.append(indices.tolist())
+    return found, start
+
+
 @given(st.integers(1, 50), st.sampled_from([1, 2, 3]), st.integers(0, 5))
 def test_the_order_is_the_same_for_every_number_of_ranks(samples, micro_batch, seed):
     total = 12 * micro_batch
     samples += total
-    for step in range(2 * (samples // total)):
-        indices = data.step_indices(samples, total, step, seed)
+    for indices in taken(samples, [total] * (2 * (samples // total)), seed)[0]:
         for ranks in (1, 2, 3, 4, 12):
-            parts = [data.rank_share(indices, rank, ranks, micro_batch) for rank in range(ranks)]
+            parts = [data.rank_share(np.array(indices), rank, ranks, micro_batch) for rank in range(ranks)]
             assert all(len(batch) == micro_batch for part in parts for batch in part)
-            assert np.concatenate([batch for part in parts for batch in part]).tolist() == indices.tolist()
+            assert np.concatenate([batch for part in parts for batch in part]).tolist() == indices
 
 
 def test_an_epoch_sees_each_sample_once_and_epochs_differ():
-    epochs = [[i for step in range(5 * e, 5 * e + 5) for i in data.step_indices(22, 4, step, 7)] for e in range(2)]
+    batches, end = taken(22, [4] * 10)
+    epochs = [sum(batches[:5], []), sum(batches[5:], [])]
     assert all(len(set(epoch)) == 20 for epoch in epochs)
-    assert epochs[0] != epochs[1]
-    assert epochs[0] == [i for step in range(5) for i in data.step_indices(22, 4, step, 7)]
-    assert epochs[0] != [i for step in range(5) for i in data.step_indices(22, 4, step, 8)]
+    assert epochs[0] != epochs[1] and end == (1, 20)
+    assert (batches, end) == taken(22, [4] * 10)
+    assert batches != taken(22, [4] * 10, seed=8)[0]
+
+
+@given(st.integers(1, 60), st.lists(st.integers(1, 12), min_size=1, max_size=20))
+def test_H15_whatever_the_global_batch_becomes_no_sample_of_an_epoch_comes_twice_or_is_lost(samples, sizes):
+    samples += max(sizes)
+    position, seen = data.Position(), []
+    for size in sizes:
+        indices, after = data.take(samples, size, position, 3)
+        if after.epoch > position.epoch:
+            assert samples - position.offset < size  # only a short last batch is dropped
+            seen = []
+        seen += indices.tolist()
+        assert len(seen) == len(set(seen)) == after.offset
+        assert seen == np.random.default_rng([3, after.epoch]).permutation(samples)[: after.offset].tolist()
+        position = after
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 9), st.sampled_from([0.1, 0.5, 1.0, 1.5, 2.0, 3.25]), st.integers(0, 9))
+def test_the_steps_that_are_left_are_those_to_the_end_of_the_epochs(samples, first, later, epochs, done):
+    samples += max(first, later)
+    fresh = data.steps_left(samples, first, data.Position(), epochs)
+    assert fresh == math.ceil(epochs * (samples // first))
+    done = min(done, fresh)
+    _, position = taken(samples, [first] * done)
+    assert data.steps_left(samples, first, position, epochs) == fresh - done
+    if epochs == int(epochs):
+        left = data.steps_left(samples, later, position, epochs)
+        assert taken(samples, [later] * left, start=position)[1].epoch < epochs
+        assert taken(samples, [later] * (left + 1), start=position)[1].epoch == epochs
 
 
 def test_the_held_out_part_is_the_end_or_files_of_its_own(tmp_path):

@@ -1,5 +1,7 @@
 """The command for real: processes, ranks, files. The model is a tiny Llama that the tests make."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -66,6 +68,22 @@ def run(arguments, python=(sys.executable,), expect=0, **more):
     return done
 
 
+def trained(rank, n, flags):
+    """Train as one rank of the pool, with fields by name as in `command`; what it printed."""
+    from zerostage.train import loop
+    from zerostage.train.config import derive_batch, load
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        loop.train(derive_batch(load(None, {**flags, "ranks": n})))
+    return printed.getvalue()
+
+
+def fields(folder, corpus, metrics, **more):
+    """`command`'s settings by name, for `trained`."""
+    common = {"model": str(folder), "data": corpus, "sequence_length": 16, "steps": 6, "learning_rate": 1e-2, "warmup_steps": 2}
+    return {**common, "metrics": str(metrics), **more}
+
+
 def start(arguments, **more):
     return subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**more)
@@ -96,13 +114,15 @@ def alive(process):
 
 @pytest.fixture(scope="module")
 def stages(folder, corpus, tmp_path_factory):
-    """The metrics of the same job at every stage: 2 ranks, accumulation, clipping, activation checkpointing at 3."""
+    """The metrics of the same job at every stage: 2 ranks, accumulation, clipping; at 3 activation checkpointing, by the command."""
     path = tmp_path_factory.mktemp("stages")
-    for stage in range(4):
-        extra = ["--activation-checkpointing", "--save", path / "trained", "--trace", path / "trace.json"] if stage == 3 else []
-        batch = ["--ranks", 2, "--micro-batch", 2, "--global-batch", 8, "--clip", 0.5, "--eval-every", 4]
-        done = run(command(folder, corpus, "--stage", stage, *batch, "--metrics", path / f"{stage}.jsonl", *extra))
-        (path / f"{stage}.txt").write_text(done.stdout, encoding="utf-8")
+    for stage in range(3):
+        batch = dict(stage=stage, micro_batch=2, global_batch=8, clip=0.5, eval_every=4)
+        ranks.run(trained, n=2, flags=fields(folder, corpus, path / f"{stage}.jsonl", **batch))
+    batch = ["--ranks", 2, "--micro-batch", 2, "--global-batch", 8, "--clip", 0.5, "--eval-every", 4]
+    extra = ["--activation-checkpointing", "--save", path / "trained", "--trace", path / "trace.json"]
+    done = run(command(folder, corpus, "--stage", 3, *batch, "--metrics", path / "3.jsonl", *extra))
+    (path / "3.txt").write_text(done.stdout, encoding="utf-8")
     return path
 
 
@@ -148,7 +168,7 @@ def test_the_trace_of_the_last_step(stages):
 
 def test_the_saved_model_has_the_last_held_out_loss(stages, corpus, tmp_path):
     metrics = tmp_path / "m.jsonl"
-    run(command(stages / "trained", corpus, "--micro-batch", 4, "--steps", 1, "--metrics", metrics))
+    ranks.run(trained, n=1, flags=fields(stages / "trained", corpus, metrics, micro_batch=4, steps=1))
     assert read(metrics)[1][0] == pytest.approx(read(stages / "3.jsonl")[1][-1], abs=0.02)
     from transformers import AutoModelForCausalLM
 
@@ -161,7 +181,7 @@ def test_one_rank_and_two_see_the_same_batches(folder, corpus, tmp_path):
     runs = []
     for count in (1, 2):
         metrics = tmp_path / f"{count}.jsonl"
-        run(command(folder, corpus, "--ranks", count, "--global-batch", 4, "--precision", "fp32", "--metrics", metrics))
+        ranks.run(trained, n=count, flags=fields(folder, corpus, metrics, global_batch=4, precision="fp32"))
         runs.append(read(metrics))
     for one, two in zip(runs[0][0], runs[1][0]):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
@@ -259,12 +279,11 @@ def test_I7_logits_and_graph_of_a_forward_are_gone_before_the_next(folder, corpu
 
 def test_an_update_that_is_not_finite_is_skipped_and_the_schedule_waits(folder, corpus, tmp_path):
     metrics = tmp_path / "m.jsonl"
-    arguments = ["--ranks", 2, "--precision", "fp32", "--learning-rate", "1e30", "--steps", 4, "--metrics", metrics]
-    done = run(command(folder, corpus, *arguments))
+    printed = ranks.run(trained, n=2, flags=fields(folder, corpus, metrics, precision="fp32", learning_rate=1e30, steps=4))[0]
     steps, _, _ = read(metrics)
     assert [s.get("skipped", False) for s in steps] == [False, True, True, True]
     assert len({s["lr"] for s in steps[1:]}) == 1
-    assert "step 2 skipped" in done.stdout
+    assert "step 2 skipped" in printed
 
 
 def test_a_mistake_that_only_a_rank_sees_is_one_line(folder, corpus, tmp_path):

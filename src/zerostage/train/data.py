@@ -3,17 +3,28 @@
 Documents are laid end to end, each followed by the tokenizer's end-of-text token, and cut
 every `length` tokens. A sequence's targets are its tokens shifted by one, so each sequence
 also sees the first token of the next one and every token is predicted once.
+
+The order: each epoch is a permutation of all sequences, made from the seed and the epoch's number.
+How far a run has come is an epoch and how many sequences of its permutation were taken
+(`Position`); a step takes the next global batch of them, and what is left over at the end of an
+epoch, less than a global batch, is dropped. Neither the number of ranks nor the micro-batch has
+a part in it. So a run that goes on from a checkpoint, on whatever number of ranks and
+even with another global batch, takes up where it was: no sequence of the epoch comes twice,
+and none is left out but those of the short last batch.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -126,18 +137,40 @@ class Samples:
         return Samples(self.tokens[: count * self.length + 1], self.length) if count else self
 
 
-def step_indices(samples: int, global_batch: int, step: int, seed: int) -> np.ndarray:
-    """The sample indices of the global batch of `step` (from 0), in order.
+class Position(NamedTuple):
+    """How far a run has come: `offset` samples of the permutation of epoch `epoch` were taken."""
 
-    Every epoch is a permutation of all samples from `seed` and its number; what is left
-    over after the last whole global batch of an epoch is dropped. The ranks share a global
-    batch out in contiguous parts, so neither the order nor any step's samples depend on
-    how many they are.
+    epoch: int = 0
+    offset: int = 0
+
+
+@functools.lru_cache(maxsize=1)
+def _permutation(samples: int, epoch: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(samples)
+
+
+def take(samples: int, global_batch: int, position: Position, seed: int) -> tuple[np.ndarray, Position]:
+    """The sample indices of the next global batch from `position` on, in order, and the position after it.
+
+    Where less than a global batch is left of the epoch, it comes from the next epoch. The ranks
+    share a global batch out in contiguous parts (`rank_share`).
     """
+    if position.offset + global_batch > samples:
+        position = Position(position.epoch + 1, 0)
+    end = position.offset + global_batch
+    return _permutation(samples, position.epoch, seed)[position.offset : end], Position(position.epoch, end)
+
+
+def steps_left(samples: int, global_batch: int, position: Position, epochs: float) -> int:
+    """Whole global batches from `position` to the end of `epochs` epochs, of which a started batch counts."""
+    whole, part = int(epochs), epochs - int(epochs)
     per_epoch = samples // global_batch
-    epoch, place = divmod(step, per_epoch)
-    order = np.random.default_rng([seed, epoch]).permutation(samples)
-    return order[place * global_batch : (place + 1) * global_batch]
+    of_last = math.ceil(round(part * per_epoch, 6))  # of the epoch that is not a whole one
+    if position.epoch > whole:
+        return 0
+    in_this = samples if position.epoch < whole else of_last * global_batch
+    left = max(0, in_this - position.offset) // global_batch
+    return left + max(0, whole - position.epoch - 1) * per_epoch + (of_last if position.epoch < whole else 0)
 
 
 def rank_share(indices: np.ndarray, rank: int, ranks: int, micro_batch: int) -> list[np.ndarray]:

@@ -4,30 +4,33 @@ Without a launcher, `start` runs the same command once per local rank under torc
 launcher, each rank with the variables that torchrun would set. Under torchrun these
 variables are there already; under Slurm `place` derives them. Either way a rank finds its
 place in the environment, so there is one code path from there on.
+
+`start` passes SIGTERM on to the ranks and waits for their end, however long a save takes; a
+second one ends all at once. Under torchrun it is torchrun that passes it on.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import dataclasses
 import logging
 import os
 import re
 import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import uuid
 from pathlib import Path
+from typing import Any
 
-from zerostage.mistakes import InputError, StrictError
+from zerostage.mistakes import InputError
+from zerostage.train.ending import FAILED, ONE_SIGNAL, PARENT, REPORTS, STOPPED, TERMINATED, on_sigterm, read_reports, run_rank, told
+
+__all__ = ["default_ranks", "place", "quiet_interrupt", "run_rank", "start"]
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-#: Set by `start` for the ranks it starts: the folder for their error reports, and its own process id.
-REPORTS, PARENT = "ZEROSTAGE_REPORTS", "ZEROSTAGE_PARENT"
-INTERRUPTED, FAILED, STRICT = 130, 1, 4
 
 
 def place(environ: dict[str, str]) -> bool:
@@ -65,13 +68,13 @@ def additions(environ: dict[str, str], device: str, platform: str) -> dict[str, 
     return {name: value for name, value in needed.items() if name not in environ}
 
 
-def start(command: list[str], ranks: int, device: str) -> int:
+def start(command: list[str], ranks: int, device: str, max_restarts: int = 0) -> int:
     """Run `command` once per rank on this machine and return the exit code of the whole.
 
     0 when all ranks end well; 130 after Ctrl-C and 128 + the signal after another one; 4 where
     --strict ended it; else 1, after showing the first rank that failed. The ranks meet at a free port. When one rank
-    ends badly the others are ended too. On the CPU a rank has one thread unless
-    OMP_NUM_THREADS says otherwise; on Windows USE_LIBUV is 0 unless it is set.
+    ends badly the others are ended too, and all are started anew up to `max_restarts` times. On the CPU
+    a rank has one thread unless OMP_NUM_THREADS says otherwise; on Windows USE_LIBUV is 0 unless it is set.
     """
     added = additions(os.environ, device, sys.platform)
     os.environ.update(added)
@@ -83,8 +86,9 @@ def start(command: list[str], ranks: int, device: str) -> int:
 
     # The agent logs each failure several times over; what matters is printed below, once.
     logging.disable(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="zerostage-") as reports:
-        os.environ[REPORTS], os.environ[PARENT] = reports, str(os.getpid())
+    with tempfile.TemporaryDirectory(prefix="zerostage-") as folder:
+        os.environ[REPORTS], os.environ[PARENT] = folder, str(os.getpid())
+        reports = Path(folder)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -93,63 +97,68 @@ def start(command: list[str], ranks: int, device: str) -> int:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
-            max_restarts=0,
+            max_restarts=max_restarts,
             monitor_interval=0.1,
         )
+        before = _take_over_sigterm(config, reports, ranks)
         try:
             elastic_launch(config, command[0])(*command[1:])
         except (KeyboardInterrupt, SignalException) as stop:
             number = getattr(stop, "sigval", signal.SIGINT)
             _show_cursor()
+            if (reports / STOPPED).exists():
+                return TERMINATED
+            if failed := [report for report in read_reports(reports) if not report["peer"]]:
+                print(told(failed[0]), file=sys.stderr)
             print(f"\nstopped by {signal.Signals(number).name}: all {ranks} ranks have ended", file=sys.stderr)
             return 128 + int(number)
         except ChildFailedError as error:
             _show_cursor()
-            text, code = _first_failure(error.failures, Path(reports))
+            if (reports / STOPPED).exists():
+                return TERMINATED
+            text, code = _first_failure(error.failures, reports)
             print(text, file=sys.stderr)
             return code
+        finally:
+            on_sigterm(before)
     return 0
 
 
-def run_rank(function, *arguments) -> int:
-    """Call `function` as one rank and return its exit code; a failure is reported once and ends the process.
+def _take_over_sigterm(config: Any, reports: Path, ranks: int) -> Any:
+    """Have SIGTERM passed on to the ranks, and wait for their end: torch's agent would kill them after 30 seconds.
 
-    In a rank that `start` began, the report goes to the launcher, which shows only the first.
-    Elsewhere it is printed here, under the rank's number, and left for torchrun as well. What
-    all ranks say alike (StrictError) is printed by rank 0 only, and the code is 4 on all; torchrun
-    itself then ends with 1, as after any failure.
+    Returns the handler that was there before.
     """
-    rank = os.environ.get("RANK", "0")
-    reports = os.environ.get(REPORTS)
-    if reports:
-        threading.Thread(target=_end_with_parent, args=(int(os.environ[PARENT]),), daemon=True).start()
-    try:
-        function(*arguments)
-        return 0
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BaseException as error:
-        code = STRICT if isinstance(error, StrictError) else FAILED
-        text = str(error) if isinstance(error, InputError) else traceback.format_exc().rstrip()
-        if reports:
-            report = Path(reports, f"{rank}.partial")
-            values = {"rank": int(rank), "time": time.time(), "text": text, "code": code}
-            report.write_text(json.dumps(values), encoding="utf-8")
-            report.rename(report.with_suffix(".json"))
-            # Where another rank was killed, this one only noticed: give the launcher the time to
-            # see that one's end first.
-            time.sleep(1)
-        else:
-            if code == FAILED or rank == "0":
-                print(f"rank {rank}: {text}" if "RANK" in os.environ and code == FAILED else text, file=sys.stderr)
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    from torch.distributed.elastic.multiprocessing import SignalException
 
-            get_error_handler().record_exception(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # At once and without destructors: the others are waiting in a collective for this rank,
-        # and some backends' destructors wait for the others.
-        os._exit(code)
+    others = "SIGINT,SIGHUP,SIGQUIT"
+    if any(field.name == "signals_to_handle" for field in dataclasses.fields(config)):
+        config.signals_to_handle = others
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = others  # where the agent has no such setting
+    asked: list[float] = []
+
+    def pass_on(number: int, _: Any) -> None:
+        processes = [int(path.read_text()) for path in reports.glob("process-*") if path.read_text()]
+        if asked and time.monotonic() - asked[0] < ONE_SIGNAL:
+            return
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL if asked else signal.SIGTERM)
+        if not asked and len(processes) == ranks:  # else they have only just begun
+            asked.append(time.monotonic())
+            while [process for process in processes if _runs(process)]:
+                time.sleep(0.05)
+        raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
+
+    return on_sigterm(pass_on)
+
+
+def _runs(child: int) -> bool:
+    """Whether a child process has not ended yet."""
+    try:
+        return os.waitpid(child, os.WNOHANG)[0] == 0
+    except ChildProcessError:  # its end was noticed before
+        return False
 
 
 def quiet_interrupt() -> None:
@@ -164,11 +173,8 @@ def _first_failure(failures: dict, reports: Path) -> tuple[str, int]:
     for rank, failure in failures.items():
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             return _ended(rank, failure), FAILED
-    known = [json.loads(path.read_text(encoding="utf-8")) for path in reports.glob("*.json")]
-    if known:
-        first = min(known, key=lambda report: report["time"])
-        who = f"rank {first['rank']} failed: " if first["code"] == FAILED else ""
-        return who + first["text"], first["code"]
+    if known := read_reports(reports):
+        return told(known[0]), known[0]["code"]
     return _ended(*next(iter(failures.items()))), FAILED
 
 
@@ -177,13 +183,6 @@ def _ended(rank: int, failure) -> str:
         return f"rank {rank} ended with exit code {failure.exitcode}; the other ranks were ended"
     hint = "; the system does this when memory runs out" if failure.exitcode == -9 else ""
     return f"rank {rank} was ended by {failure.signal_name()}{hint}; the other ranks were ended"
-
-
-def _end_with_parent(parent: int) -> None:
-    """End this rank when its launcher is gone, however it went: ranks run in sessions of their own."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 def _show_cursor() -> None:

@@ -6,124 +6,159 @@ import math
 import os
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import zerostage
-from zerostage.mistakes import InputError
-from zerostage.train import account, check, data, model_folder
+from zerostage.train import account, check, data, ending
 from zerostage.train import model as models
 from zerostage.train.config import TrainConfig
+from zerostage.train.losses import accumulate, agree, evaluate
+from zerostage.train.progress import Checkpoints, Progress
 from zerostage.train.report import Report
+from zerostage.train.run import Run, prepare
+
+
+@dataclass
+class Measured:
+    """What was measured in the last step, when all terms are there."""
+
+    ledger: Any
+    audit: Any
+    traffic: dict[str, dict[str, int]]
+    trace: Any
 
 
 def train(config: TrainConfig) -> None:
-    """Train as `config` says, as one rank of the job that the environment describes."""
-    rank, ranks, device = join(config)
-    if config.trace and device.type != "cpu":
-        raise InputError("--trace times the host, which runs ahead of a GPU: use --device cpu, or torch.profiler")
-    torch.manual_seed(config.seed + rank)  # dropout only: the weights are read, the order has its own seed
-    folder = model_folder.find(config.model)
-    _quiet_transformers()
-    tokenizer = models.load_tokenizer(folder)
-    samples, held_out = data.load_once_per_node(config, tokenizer)
-    steps = config.steps or math.ceil(config.epochs * (len(samples) // config.global_batch))
+    """Train as `config` says, as one rank of the job that the environment describes.
 
-    model = models.build(folder, config)
-    check_vocabulary(model, samples, held_out)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = models.build_optimizer(model, config)
-    precision = zerostage.Precision() if config.precision == "bf16" else zerostage.Precision.full()
-    model, optimizer = zerostage.shard(model, optimizer, config.stage, precision=precision, prefetch=config.prefetch)
-    zerostage.load_weights(model, folder)
-    buffers, updates = check.buffers_of(model), 0
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config, steps))
+    Goes on from the newest checkpoint where there is one. Raises `ending.Stopped` where SIGTERM
+    ended the run, after it was saved.
+    """
+    stopped = None
+    run = prepare(config)
+    try:
+        train_and_report(run)
+    except ending.Stopped as stop:
+        stopped = stop
+    zerostage.close(run.model)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if stopped:
+        raise stopped
 
+
+def train_and_report(run: Run) -> None:
+    """All that a run does, from its first evaluation or its newest checkpoint to the saved model."""
+    config = run.config
+    checkpoints = Checkpoints(config, run.model, run.optimizer, run.samples, run.tokenizer)
+    progress, lines = checkpoints.resume()
+    left = data.steps_left(len(run.samples), config.global_batch, progress.position, config.epochs)
+    steps = config.steps or progress.step + left
+    resumed = progress.step if checkpoints.resumed else None
     metrics = config.metrics or f"runs/{Path(config.model).name}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.jsonl"
-    with Report(metrics if rank == 0 else None, steps) as report:
-        report.start(config, len(samples), 0 if held_out is None else len(held_out), count, device)
-        before = evaluate(model, held_out, config, rank, ranks, device)
-        report.held_out(0, before)
-        model.train()
-        for step in range(steps):
+    with Report(metrics if run.world.rank == 0 else None, steps, resumed) as report:
+        count = sum(parameter.numel() for parameter in run.model.parameters())
+        report.start(config, len(run.samples), 0 if run.held_out is None else len(run.held_out), count, run.device)
+        report.going_on(lines, resumed)
+        checkpoints.check(progress, steps)
+        if config.test_save and progress.step < steps:
+            report.tested(checkpoints.test(progress))
+        if resumed is None:
+            report.held_out(0, evaluate(run))
+        measured = run_steps(run, progress, steps, checkpoints, report)
+        checkpoints.save(progress, report, last=True)
+        report.held_out(progress.step, evaluate(run))
+        if measured is not None:
+            report.account(account.account(measured.ledger, measured.audit, measured.traffic, run.world.size, config.stage))
+            if config.trace:
+                report.trace(measured.trace, config.trace)
+        if config.save:
+            report.saved(models.save(run.model, run.tokenizer, config.save, run.world.rank))
+
+
+def run_steps(run: Run, progress: Progress, steps: int, checkpoints: Checkpoints, report: Report) -> Measured | None:
+    """Train up to step `steps`, counting in `progress`; what was measured in the last step, None where none was left.
+
+    SIGTERM, on any rank, ends all ranks between two steps: raises `ending.Stopped` once the run is saved.
+    """
+    measured, done, buffers = None, 0, check.buffers_of(run.model)
+    schedule = schedule_from(run.optimizer, run.config, steps, progress.updates)
+    termination = ending.Termination() if run.config.checkpoints else None
+    run.model.train()
+    while progress.step < steps:
+        step = progress.step + 1
+        with ending.during(f"in step {step}"):
             began = time.perf_counter()
-            zerostage.traffic(model).reset()
-            indices = data.step_indices(len(samples), config.global_batch, step, config.seed)
-            micro_batches = [samples.batch(part) for part in data.rank_share(indices, rank, ranks, config.micro_batch)]
+            zerostage.traffic(run.model).reset()
+            micro_batches, position = next_batches(run, progress)
+            valid, stop = agree(run.world, micro_batches, termination is not None and termination.asked)
+            if stop:
+                path = checkpoints.save(progress, report, last=True)
+                termination.close(stopped=True)
+                raise ending.Stopped(f"stopped by SIGTERM after step {progress.step}: saved {path}; go on with the same command")
+            with zerostage.trace(run.model) if run.config.trace and step == steps else nullcontext() as trace:
+                loss = accumulate(run, micro_batches, valid)
+                norm = zerostage.clip_grad_norm_(run.model, run.config.clip or math.inf)
+                run.optimizer.step()
+            updated = not run.optimizer.skipped
             rate = schedule.get_last_lr()[0]
-            with zerostage.trace(model) if config.trace and step == steps - 1 else nullcontext() as trace:
-                loss = accumulate(model, micro_batches, ranks, device)
-                norm = zerostage.clip_grad_norm_(model, config.clip or math.inf)
-                optimizer.step()
-            if not optimizer.skipped:
+            if updated:
                 schedule.step()
-                updates += 1
+            progress.step, progress.updates, progress.position = step, progress.updates + updated, position
+            done += updated
             # Here all terms exist: gradients until they are dropped, moments since the first step.
-            ledger = zerostage.memory(model, optimizer)
-            checked = updates <= 2 and not optimizer.skipped
-            if step == steps - 1:
-                traffic = traffic_of_step(model, len(micro_batches))
-            if checked or step == steps - 1:
-                if device.type == "cuda":
+            ledger = zerostage.memory(run.model, run.optimizer)
+            checked = updated and done <= 2
+            if checked or step == steps:
+                traffic = traffic_of_step(run.model, len(micro_batches))
+                if run.device.type == "cuda":
                     torch.cuda.synchronize()
                 paused = time.perf_counter()
-                audit = zerostage.audit(model, optimizer)
+                measured = Measured(ledger, zerostage.audit(run.model, run.optimizer), traffic, trace)
                 began += time.perf_counter() - paused  # the audit is no part of the step
-            optimizer.zero_grad()
+            run.optimizer.zero_grad()
             report.step(
-                step=step + 1,
+                step=step,
                 loss=loss,
                 grad_norm=float(norm),
                 lr=rate,
                 seconds=time.perf_counter() - began,
-                tokens=config.global_batch * config.sequence_length,
+                tokens=run.config.global_batch * run.config.sequence_length,
                 peak=ledger.peak.get("allocated", ledger.peak["engine"]),
-                skipped=optimizer.skipped,
+                skipped=not updated,
             )
             if checked:
-                report.audit(check.record(step + 1, audit, config.stage), ranks)
-                if config.strict:
-                    check.insist(step + 1, audit, ledger, buffers, config.stage, ranks)
-            if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < steps:
-                report.held_out(step + 1, evaluate(model, held_out, config, rank, ranks, device))
-                model.train()
-        report.held_out(steps, evaluate(model, held_out, config, rank, ranks, device))
-        report.account(account.account(ledger, audit, traffic, ranks, config.stage))
-        if config.trace:
-            report.trace(trace, config.trace)
-        if config.save:
-            report.saved(models.save(model, tokenizer, config.save, rank))
-    zerostage.close(model)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+                report.audit(check.record(step, measured.audit, run.config.stage), run.world.size)
+                if run.config.strict:
+                    check.insist(step, measured.audit, ledger, buffers, run.config.stage, run.world.size)
+        checkpoints.poll(report)
+        if step < steps:
+            between(run, progress, checkpoints, report)
+    if termination:
+        termination.close()
+    return measured
 
 
-def join(config: TrainConfig) -> tuple[int, int, torch.device]:
-    """This process's rank, the number of ranks, and its device; joins the process group if there are several."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
-        if local >= torch.cuda.device_count():
-            raise InputError(
-                f"local rank {local} has no GPU: {torch.cuda.device_count()} found; use fewer --ranks or --device cpu"
-            )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-    if config.threads or device.type == "cpu":
-        torch.set_num_threads(config.threads or int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if "RANK" in os.environ and not dist.is_initialized():
-        if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
-    if not dist.is_initialized():
-        return 0, 1, device
-    return dist.get_rank(), dist.get_world_size(), device
+def next_batches(run: Run, progress: Progress) -> tuple[list, data.Position]:
+    """This rank's micro-batches of the next step, and the position in the data after it."""
+    indices, position = data.take(len(run.samples), run.config.global_batch, progress.position, run.config.seed)
+    parts = data.rank_share(indices, run.world.rank, run.world.size, run.config.micro_batch)
+    return [run.samples.batch(part) for part in parts], position
+
+
+def between(run: Run, progress: Progress, checkpoints: Checkpoints, report: Report) -> None:
+    """What is due between two steps. The evaluation first: a run that goes on from the checkpoint has it behind it."""
+    if run.config.eval_every and progress.step % run.config.eval_every == 0:
+        report.held_out(progress.step, evaluate(run))
+        run.model.train()
+    if checkpoints.due(progress.step):
+        checkpoints.save(progress, report)
 
 
 def learning_rate_factor(config: TrainConfig, steps: int):
@@ -139,63 +174,11 @@ def learning_rate_factor(config: TrainConfig, steps: int):
     return factor
 
 
-def accumulate(model, micro_batches, ranks: int, device) -> float:
-    """Forward and backward of all micro-batches of a step; the mean loss over the global batch's valid tokens.
-
-    The engine averages gradients over ranks, so each loss is the sum over its tokens times
-    ranks / valid tokens of the whole global batch: every token of a step has the same
-    weight, however the valid ones fall on ranks and micro-batches.
-    """
-    valid = total(sum(int((labels != data.IGNORED).sum()) for _, labels in micro_batches), device)
-    sum_of_losses = torch.zeros((), dtype=torch.float64, device=device)
-    for inputs, labels in micro_batches:
-        sum_of_losses += backward(model, inputs, labels, ranks / valid, device)
-    return total(sum_of_losses, device) / valid
-
-
-def backward(model, inputs, labels, scale: float, device) -> torch.Tensor:
-    """Back-propagate `scale` times the sum of the losses, and return the sum, fp64.
-
-    The loss and what is left of its graph end with this call, before the next forward.
-    """
-    loss = loss_sum(model, inputs, labels, device)
-    (loss * scale).backward()
-    return loss.detach().double()
-
-
-def loss_sum(model, inputs, labels, device) -> torch.Tensor:
-    """The sum, in fp32, of the losses of the tokens that have a label."""
-    logits = model(input_ids=torch.from_numpy(inputs).to(device), use_cache=False).logits
-    labels = torch.from_numpy(labels).to(device)
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-
-
-@torch.no_grad()
-def evaluate(model, held_out, config: TrainConfig, rank: int, ranks: int, device) -> float | None:
-    """The mean loss per token of the held-out samples, the same on all ranks, or None without any."""
-    if not held_out:
-        return None
-    model.eval()
-    # Every rank runs the same number of forwards, or the gathers of one would wait for ever;
-    # -1 stands for a row without targets.
-    batch = config.micro_batch * ranks
-    indices = [*range(len(held_out)), *[-1] * (-len(held_out) % batch)]
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for start in range(rank * config.micro_batch, len(indices), batch):
-        inputs, labels = held_out.batch(indices[start : start + config.micro_batch])
-        sums[0] += loss_sum(model, inputs, labels, device).double()
-        sums[1] += int((labels != data.IGNORED).sum())
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    return float(sums[0] / sums[1])
-
-
-def total(value, device) -> float:
-    """The sum of `value` over all ranks."""
-    value = torch.as_tensor(value, dtype=torch.float64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(value)
-    return float(value)
+def schedule_from(optimizer, config: TrainConfig, steps: int, updates: int):
+    """The learning rate's schedule over `steps`, after `updates` of them."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.learning_rate
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config, steps), last_epoch=updates - 1)
 
 
 def traffic_of_step(model, micro_batches: int) -> dict[str, dict[str, int]]:
@@ -203,20 +186,3 @@ def traffic_of_step(model, micro_batches: int) -> dict[str, dict[str, int]]:
     traffic = zerostage.traffic(model)
     expected = traffic.expected(micro_batches=micro_batches)
     return {"expected": dict(expected), "measured": dict(traffic.bytes), "calls": dict(traffic.calls)}
-
-
-def check_vocabulary(model, *parts) -> None:
-    """Raise InputError when the tokenizer gives ids that the model's embedding does not have."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    largest = max(int(part.tokens.max()) for part in parts if part is not None)
-    if largest >= rows:
-        raise InputError(
-            f"the tokenizer gives token {largest} but the model has {rows} embeddings: they do not belong together"
-        )
-
-
-def _quiet_transformers() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -35,6 +35,7 @@ def build(folder: Path, config: TrainConfig) -> nn.Module:
     settings.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    model.config.architectures = [type(model).__name__]  # for the copies that are saved
     if config.activation_checkpointing:
         # transformers renamed it; the older name warns where the newer is there.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -70,8 +71,6 @@ def save(model: nn.Module, tokenizer, folder: str, rank: int) -> str:
     zerostage.save_weights(model, partial)
     if rank > 0:
         return folder
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = next(model.parameters()).dtype  # built in fp32, trained and written in this one
     model.config.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     if final.exists():

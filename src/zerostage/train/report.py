@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ class Report:
     """A context: the progress bar of `steps` steps and the metrics file at `path` (None: silent).
 
     Lines of the metrics file are flushed one by one, so a run that is interrupted leaves whole
-    lines. Where the output is no terminal, a line is printed per step instead of the bar.
+    lines. A run that goes on after the step `resumed` continues the file, without what is of later
+    steps. Where the output is no terminal, a line is printed per step instead of the bar.
     """
 
-    def __init__(self, path: str | None, steps: int) -> None:
-        self.path, self.steps = path, steps
+    def __init__(self, path: str | None, steps: int, resumed: int | None = None) -> None:
+        self.path, self.steps, self.resumed = path, steps, resumed
         self.console = Console(quiet=path is None, highlight=False, soft_wrap=not Console().is_terminal)
         self.losses: list[tuple[int, float]] = []
         self.file = None
@@ -38,14 +40,36 @@ class Report:
     def __enter__(self) -> Report:
         if self.path:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "w", encoding="utf-8")
-        self.task = self.progress.add_task("train", total=self.steps, numbers="")
+            if self.resumed is not None:
+                self._keep(self.resumed)
+            self.file = open(self.path, "w" if self.resumed is None else "a", encoding="utf-8")
+        self.task = self.progress.add_task("train", total=self.steps, completed=self.resumed or 0, numbers="")
         return self
 
     def __exit__(self, *_) -> None:
         self.progress.stop()
         if self.file:
             self.file.close()
+
+    def _keep(self, last: int) -> None:
+        """Leave what the metrics file has up to step `last`: one line a step, and one of each evaluation."""
+        file = Path(self.path)
+        if not file.exists():
+            return
+        kept, complete = [], last >= self.steps  # then the account comes no more, but the last evaluation again
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                values = json.loads(line)
+            except ValueError:  # the end of a file on a disk that was full
+                continue
+            again = complete and "eval_loss" in values and values["step"] == last
+            if values.get("step", last if complete else math.inf) <= last and not again:
+                kept.append(line + "\n")
+                if values.get("eval_loss") is not None:
+                    self.losses.append((values["step"], values["eval_loss"]))
+        partial = file.with_name(f"{file.name}.partial-{os.getpid()}")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(file)
 
     def write(self, **values: Any) -> None:
         """One line of metrics. JSON has no infinities, so a number that is not finite becomes null."""
@@ -128,6 +152,23 @@ class Report:
         if self.path:
             trace.save(path)
             self.console.print(f"\nlast step:\n{trace}\ntrace of it: {path}")
+
+    def going_on(self, lines: list[str], step: int | None) -> None:
+        """What the run goes on from, in words, and after which step (None: from the start)."""
+        for line in lines:
+            self.console.print(line)
+        if step is not None:
+            self.write(event="resumed", step=step)
+            if step >= self.steps:
+                self.console.print(f"all {step} steps are done already; evaluating and saving what is asked for")
+
+    def checkpoint(self, *, step: int, path: str, bytes: int, seconds: float, blocked_s: float) -> None:
+        """A checkpoint that is published: `seconds` from its begin on, `blocked_s` of which training stood still."""
+        self.write(event="checkpoint", step=step, path=path, bytes=bytes, seconds=seconds, blocked_s=blocked_s)
+        self.console.print(f"checkpoint after step {step}: {path}, {bytes / 1e6:,.1f} MB in {seconds:.2f} s")
+
+    def tested(self, bytes: int) -> None:
+        self.console.print(f"--test-save: wrote {bytes / 1e6:,.1f} MB, read them back, all bits the same")
 
     def saved(self, folder: str) -> None:
         self.console.print(f"trained model: {folder}")

@@ -114,7 +114,7 @@ def alive(process):
 
 @pytest.fixture(scope="module")
 def stages(folder, corpus, tmp_path_factory):
-    """The metrics of the same job at every stage: 2 ranks, accumulation, clipping; at 3 activation checkpointing, by the command."""
+    """The metrics of the same job at every stage: 2 ranks, accumulation, clipping; stage 3 by the command."""
     path = tmp_path_factory.mktemp("stages")
     for stage in range(3):
         batch = dict(stage=stage, micro_batch=2, global_batch=8, clip=0.5, eval_every=4)

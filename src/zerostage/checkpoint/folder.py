@@ -27,16 +27,21 @@ from zerostage.checkpoint.damage import DamagedError
 log = logging.getLogger("zerostage")
 
 MANIFEST, INDEX, SUMS, ASSETS = "manifest.json", "index.json", "SHA256SUMS", "assets"
-#: This process; a process id alone comes again, in a restarted container even at once.
-_TOKEN, _HOST = uuid.uuid4().hex[:8], re.sub(r"\W", "_", socket.gethostname())
+_HOST = re.sub(r"\W", "_", socket.gethostname())
+_tokens: dict[int, str] = {}
 #: Seconds without a change after which what a process of another host left counts as abandoned.
 ABANDONED = 3600.0
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|replaced|deleted)-(?P<host>.+)-(?P<process>\d+)-(?P<token>\w{8})")
 
 
+def _token() -> str:
+    """Of this process: its id alone comes again, in a restarted container even at once. A fork draws its own."""
+    return _tokens.setdefault(os.getpid(), uuid.uuid4().hex[:8])
+
+
 def beside(path: Path, kind: str) -> Path:
     """The hidden name beside `path` under which this process writes, replaces or deletes it."""
-    return path.with_name(f".{path.name}.{kind}-{_HOST}-{os.getpid()}-{_TOKEN}")
+    return path.with_name(f".{path.name}.{kind}-{_HOST}-{os.getpid()}-{_token()}")
 
 
 def sync(path: Path) -> None:
@@ -210,7 +215,7 @@ def clean(folder: Path) -> None:
 
 
 def _in_use(path: Path, match: re.Match[str]) -> bool:
-    if match["token"] == _TOKEN:
+    if match["token"] == _token():
         return True
     if match["host"] == _HOST:
         process = int(match["process"])

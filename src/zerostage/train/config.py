@@ -64,11 +64,11 @@ class TrainConfig(BaseModel):
         description="end with exit code 4 where the audit after the first two steps finds another stage than configured, "
         "or more bytes than planned by over 1% and 1 MB",
     )
-    metrics: str = Field("", description="JSONL file of metrics, overwritten, or continued on resume (default: a new one under runs/)")
+    metrics: str = Field("", description="JSONL file of metrics, overwritten or, on resume, continued (default: one under runs/)")
     trace: str = Field("", description="file that receives a Chrome trace of the last step, all ranks; CPU only")
     save: str = Field("", description="folder that receives the trained model, in Hugging Face form")
     checkpoints: str = Field("", description="folder of checkpoints, from which a run goes on by itself; all ranks must see it")
-    checkpoint_every: CountOrZero = Field(0, description="steps from one checkpoint to the next (0: only at the end and on SIGTERM)")
+    checkpoint_every: CountOrZero = Field(0, description="steps between checkpoints (0: only at the end and on SIGTERM)")
     keep_last: CountOrZero = Field(2, description="newest checkpoints to keep (0: all)")
     resume: str = Field("auto", description="auto: from the newest whole checkpoint; no: from step 1; or a checkpoint's folder")
     test_save: bool = Field(False, description="write a checkpoint before step 1, read it back, compare, delete it")
@@ -135,7 +135,8 @@ def load(path: str | None, flags: dict[str, Any], environ: dict[str, str] | None
     for name in ("checkpoint_every", "keep_last", "test_save", "async_save", "max_restarts"):
         if not config.checkpoints and config.given(name) and getattr(config, name):
             raise InputError(
-                f"{name} is {getattr(config, name)} ({config.source(name)}) but there is no folder for checkpoints: give --checkpoints"
+                f"{name} is {getattr(config, name)} ({config.source(name)}) but there is no folder for checkpoints: "
+                "give --checkpoints"
             )
     return config
 

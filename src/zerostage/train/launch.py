@@ -25,7 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from zerostage.mistakes import InputError
-from zerostage.train.ending import FAILED, ONE_SIGNAL, PARENT, REPORTS, STOPPED, TERMINATED, on_sigterm, read_reports, run_rank, told
+from zerostage.train.ending import (
+    FAILED,
+    ONE_SIGNAL,
+    PARENT,
+    REPORTS,
+    STOPPED,
+    TERMINATED,
+    on_sigterm,
+    read_reports,
+    run_rank,
+    told,
+)
 
 __all__ = ["default_ranks", "place", "quiet_interrupt", "run_rank", "start"]
 

@@ -94,7 +94,9 @@ class Checkpoints:
         if asked in ("auto", "no"):
             return None
         if not Path(asked).is_dir():
-            raise InputError(f"resume is {asked!r} ({self.config.source('resume')}): there is no such folder; use auto, no or a checkpoint's folder")
+            raise InputError(
+                f"resume is {asked!r} ({self.config.source('resume')}): no such folder; use auto, no or a checkpoint's folder"
+            )
         return Path(asked).absolute()
 
     def _load(self, where: Path) -> tuple[Progress, list[str]]:
@@ -104,18 +106,18 @@ class Checkpoints:
                 extra = zerostage.load(where, self.model, self.optimizer)
         except (OSError, KeyError, ValueError) as error:
             raise InputError(
-                f"cannot go on from {where}: {error.args[0] if isinstance(error, KeyError) else error}; start anew with --resume no "
-                "or another --checkpoints"
+                f"cannot go on from {where}: {error.args[0] if isinstance(error, KeyError) else error}; start anew with "
+                "--resume no or another --checkpoints"
             ) from None
         for group, settings in zip(self.optimizer.param_groups, kept):
             group.update(settings)  # the command's settings hold, not those of the checkpoint
         extra = extra.get("zerostage train") if isinstance(extra, dict) else None
         if extra is None:
-            return Progress(), [f"weights and optimizer state are those of {where}, which has no place in the data: starting at step 1"]
+            return Progress(), [f"weights and optimizer state are of {where}, which has no place in the data: starting at step 1"]
         if differing := differences(extra["run"], self._run):
             raise InputError(
-                f"the checkpoint {where} is of another run: {differing}. Start anew with --resume no or another --checkpoints, or make "
-                "them equal"
+                f"the checkpoint {where} is of another run: {differing}. Start anew with --resume no or another --checkpoints, "
+                "or make them equal"
             )
         self.resumed = True
         progress = Progress(extra["step"], extra["updates"], Position(extra["epoch"], extra["offset"]))
@@ -155,7 +157,8 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 probe.write_bytes(b"0")
             except OSError as error:
-                raise InputError(f"cannot write checkpoints to {self.folder}: {error.strerror or error}; give another --checkpoints") from None
+                reason = error.strerror or error
+                raise InputError(f"cannot write checkpoints to {self.folder}: {reason}; give another --checkpoints") from None
             every = self.config.checkpoint_every
             count = 1 + ((steps - 1) // every - progress.step // every if every else 0)
             if self.config.keep_last:
@@ -166,8 +169,8 @@ class Checkpoints:
                 probe.unlink()
                 unit, size = unit_for(needed)
                 raise InputError(
-                    f"{self.folder} has {free / size:,.0f} {unit} free, and this run's checkpoints need {needed / size:,.0f} {unit} more "
-                    f"({count} at a time): make room, keep fewer (--keep-last), or give another --checkpoints"
+                    f"{self.folder} has {free / size:,.0f} {unit} free, and this run's checkpoints need {needed / size:,.0f} "
+                    f"{unit} more ({count} at a time): make room, keep fewer (--keep-last), or give another --checkpoints"
                 )
             return probe
 
@@ -176,7 +179,8 @@ class Checkpoints:
         if self.world.rank == 0:
             probe.unlink()
         if not all(sees):
-            raise InputError(f"rank {sees.index(False)} does not see {self.folder}, where rank 0 writes: give a folder that all ranks share")
+            blind = sees.index(False)
+            raise InputError(f"rank {blind} does not see {self.folder}, where rank 0 writes: give a folder that all ranks share")
 
     def nbytes(self) -> int:
         """Bytes of the tensors of a checkpoint, once the optimizer has its states."""
@@ -202,7 +206,8 @@ class Checkpoints:
             if self.world.rank == 0:
                 shutil.rmtree(self.folder / TEST, ignore_errors=True)
         if any(found):
-            raise InputError(f"--test-save: what was read is not what was written: {next(text for texts in found for text in texts)}")
+            first = next(text for texts in found for text in texts)
+            raise InputError(f"--test-save: what was read is not what was written: {first}")
         return saving.bytes
 
     def _read_back(self, path: Path) -> list[str]:

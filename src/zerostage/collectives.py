@@ -312,7 +312,7 @@ class World:
         self.alone = self.distributed and dist.get_backend(group) == "fake"
         self.streams = self.distributed and (device.type == "cuda" or self.alone)
         self._data: Any = None
-        self._saving: Any = None
+        self.saving: Any = None  # the group of a thread that saves while the others are in use; None for one rank
         self._to_destroy: list[Any] = []
         self.notes: Notes | None = None
         self.timeline: Timeline | None = None  # while somebody traces
@@ -320,8 +320,8 @@ class World:
         if self.distributed and self.size > 1:
             # groups of our own, so that a user's collectives and ours never pair up; one for each kind of
             # agreement, so that where ranks disagree about what comes next they wait and find out
-            self._data, self._votes, self._norms, self._objects = (
-                self._new_group(self.global_ranks, "gloo") for _ in range(4)
+            self._data, self._votes, self._norms, self._objects, self.saving = (
+                self._new_group(self.global_ranks, "gloo") for _ in range(5)
             )
             store = dist.HashStore() if self.alone else dist.distributed_c10d._get_default_store()
             self.notes = Notes(store, self._data.group_name, self.rank, self.global_ranks, self.closed)
@@ -354,21 +354,24 @@ class World:
             self._to_destroy.append(made)
         return made
 
-    def group_for_saving(self) -> Any:
-        """A group for a thread that saves while the others are in use; None where there is one rank. All ranks ask at once."""
-        if self.size > 1 and self._saving is None:
-            self._saving = self._new_group(self.global_ranks, "gloo")
-        return self._saving
-
     def span(self, kind: str, what: str) -> AbstractContextManager[None]:
         """Note what is done in a block on the timeline, if there is one."""
         return self.timeline.span(kind, what) if self.timeline is not None else _UNTIMED
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        try:
+            return self._isend(tensor, rank, tag)
+        except RuntimeError:  # the connection was closed before
+            raise self.notes.lost(f"rank {rank}, to which it was about to send") from None
+
+    def _isend(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         return dist.isend(_raw(tensor), group=self._data, group_dst=rank, tag=tag)
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        return dist.irecv(_raw(tensor), group=self._data, group_src=rank, tag=tag)
+        try:
+            return dist.irecv(_raw(tensor), group=self._data, group_src=rank, tag=tag)
+        except RuntimeError:
+            raise self.notes.lost(f"rank {rank}, from which it was about to receive") from None
 
     # Agreement: small, on the host, counted under its own name.
 
@@ -425,7 +428,7 @@ class World:
         for rank in range(self.size):
             try:
                 if rank != self.rank:
-                    self.send(torch.zeros(1, dtype=torch.uint8), rank, PROBE)
+                    self._isend(torch.zeros(1, dtype=torch.uint8), rank, PROBE)
             except RuntimeError:
                 gone.append(rank)
         return gone

@@ -123,8 +123,7 @@ def save(
                 value = value.detach().to("cpu", copy=True)
             item.get = partial(given, value)
     saving = Saving(path)
-    group = engine.world.group_for_saving()
-    work = partial(_write, path, hidden, items, index, described, keep_last, engine.world, group)
+    work = partial(_write, path, hidden, items, index, described, keep_last, engine.world)
     if asynchronous:
         saving._thread = threading.Thread(target=saving._run, args=(work,), name="zerostage-save")
         engine.saving = saving
@@ -195,27 +194,27 @@ def _write(
     described: dict[str, Any],
     keep_last: int,
     world: World,
-    group: Any,
 ) -> int:
     """Write, join and publish; may run on a thread. Returns the bytes of the checkpoint, the same on all ranks."""
     try:
         outcome: Any = None
         try:
-            writer = write_items(hidden, items, group)
+            writer = write_items(hidden, items, world.saving)
             outcome = (writer.file.name, writer.placed, folder.digest(writer.file))
         except (Exception, CheckpointException) as error:  # torch's, on all ranks where one cannot write, is no Exception
             outcome = _reason(error)
-        written = _everyone(outcome, group, world, path.name)
+        written = _everyone(outcome, world, path.name)
         for other, result in enumerate(written):
             if isinstance(result, str):
-                raise OSError(f"zerostage.save({path.name}) failed: {result if ' on rank ' in result else f'on rank {other}: {result}'}")
+                where = "" if result.startswith("on rank ") else f"on rank {other}: "
+                raise OSError(f"zerostage.save({path.name}) failed {where}{result}")
         published: Any = None
         if world.rank == 0:
             try:
                 published = _join(path, hidden, index, described, written, keep_last)
             except Exception as error:
                 published = f"{type(error).__name__}: {error}"
-        published = _everyone(published, group, world, path.name)[0]
+        published = _everyone(published, world, path.name)[0]
         if isinstance(published, str):
             raise OSError(f"zerostage.save({path.name}) failed on rank 0: {published}")
         return published
@@ -234,12 +233,12 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _everyone(value: Any, group: Any, world: World, name: str) -> list[Any]:
-    if group is None:
+def _everyone(value: Any, world: World, name: str) -> list[Any]:
+    if world.size == 1:
         return [value]
     values: list[Any] = [None] * world.size
     try:
-        dist.all_gather_object(values, value, group=group)
+        dist.all_gather_object(values, value, group=world.saving)
     except RuntimeError:  # a connection was closed
         raise world.notes.lost(f"the save of {name}") from None
     return values

@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 MODEL = models/smollm2-135m
 
-.PHONY: train test bench clean
+.PHONY: train test bench soak clean
 
 # Fine-tune a pretrained 135M model under ZeRO stage 3 with 2 ranks on this machine.
 train: $(VENV)/train.stamp
@@ -23,6 +23,10 @@ endif
 # Train the same model under every engine in turn, about half an hour: tables, runs/bench/bench.json, bench.png and traces.
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench $(BENCH)
+
+# Kill runs 210 times and damage checkpoints 200 times, about 25 minutes: a table of what came of it, and runs/soak.json.
+soak: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m soak $(SOAK)
 
 # A stamp is newer than what it was made from, so a second run installs nothing.
 $(VENV)/bin/python:

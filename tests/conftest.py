@@ -1,11 +1,8 @@
 import pytest
 import ranks
 
-#: Files that measure time, wait for timeouts, or start whole runs: nothing else shall run beside them.
-ALONE = {
-    "test_device_check", "test_failing_ranks", "test_plan_calibrate", "test_ranks", "test_scaling", "test_schedule", "test_slow_network",
-    "test_tracing",
-}  # fmt: skip
+#: Files that measure time or fill the machine: nothing else shall run beside them.
+ALONE = {"test_plan_calibrate", "test_ranks", "test_scaling", "test_slow_network", "test_tracing"}
 
 
 def pytest_collection_modifyitems(items):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -158,10 +159,12 @@ class _Pool:
     def __init__(self) -> None:
         self.ranks: dict[int, _Rank] = {}
         self.folder: Path | None = None
+        self.store: dist.TCPStore | None = None
         self.calls = 0
 
     def close(self) -> None:
         self.drop(list(self.ranks))
+        self.store = None
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
@@ -173,6 +176,9 @@ class _Pool:
     def grow(self, n: int) -> list[_Rank]:
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+            # One server for all calls, with a prefix for each. A FileStore would do, but who waits in it looks
+            # every 10 ms, which makes 100 ms for a call's process group and 10 ms for every further group in it.
+            self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         context = processes()
         saved = {name: os.environ.get(name) for name in _ONE_THREAD}
         os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
@@ -200,7 +206,7 @@ class _Pool:
             function=(body.__module__, body.__qualname__),
             n=n,
             arguments=arguments,
-            store=str(self.folder / f"store{self.calls}"),
+            store=(self.store.port, f"call{self.calls}"),
             options={**options, "group_timeout": options["group_timeout"] or timeout + 60},
         )
         try:
@@ -208,8 +214,6 @@ class _Pool:
         except BaseException:
             self.drop(list(range(n)))
             raise
-        finally:
-            Path(call["store"]).unlink(missing_ok=True)
         failures = sorted((e for e in ended if isinstance(e, Failure)), key=lambda f: f.seconds)
         hung = any(f.kind in ("Timeout", "Died", "Unfinished") for f in failures)
         failed = [f for f in failures if not expect_failure or f.kind == "Timeout"]
@@ -339,12 +343,23 @@ def _answer(rank: int, call: dict) -> tuple[str, Any]:
 def _join(rank: int, n: int, call: dict) -> None:
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", n), ("LOCAL_WORLD_SIZE", n)):
         os.environ[name] = str(value)
-    store = dist.FileStore(call["store"], n)
     timeout = timedelta(seconds=call["options"]["group_timeout"])
+    port, prefix = call["store"]
+    store = dist.PrefixStore(prefix, _connected(port))
     store.set_timeout(timeout)
     dist.init_process_group(
         call["options"]["backend"], store=store, rank=rank, world_size=n, timeout=timeout
     )
+    # A rank whose body returns at once must not close its connections while another one is still making its own.
+    if store.add("joined", 1) == n:
+        store.set("all joined", "")
+    store.wait(["all joined"])
+
+
+@functools.cache
+def _connected(port: int) -> dist.TCPStore:
+    """This process's connection to the store: one for all calls, since to connect can mean to wait for a name server."""
+    return dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
 
 
 def _leave() -> None:

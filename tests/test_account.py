@@ -125,7 +125,7 @@ def test_the_peak_of_a_step_keeps_its_bound_and_does_not_move(n: int) -> None:
     plain = run(activations, n=1)[0]
     for partition in partitions(n):
         for prefetch in (0, 1, 2) if partition.weights == n and n == 2 else (1,):
-            last = 30 if n == 2 and partition.weights == n and prefetch == 1 else 10
+            last = 30 if n == 2 and partition.weights == n and prefetch == 1 else 6
             for result in run(peaks, n=n, partition=partition, prefetch=prefetch, last=last, timeout=180):
                 what = f"{partition}, prefetch {prefetch}: {result}, activations {plain}"
                 # votes of some tens of bytes are freed on gloo's own thread, out of the profiler's sight

@@ -11,7 +11,8 @@ from torch import nn
 import zerostage
 from zerostage import Partition, Precision
 
-STEPS, MICRO = 20, 2
+#: One bit that differs in any of these steps stays in the weights, and the order of units is known after the first.
+STEPS, MICRO = 8, 2
 
 
 def partitions(n: int) -> dict[str, Partition]:
@@ -61,7 +62,7 @@ def assert_all_equal(results: list[dict[str, dict[str, torch.Tensor]]]) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_every_partition_gives_the_same_bits(n: int) -> None:
     variants = {name: {"partition": partition} for name, partition in partitions(n).items()}
-    results = run(train_everywhere, n=n, timeout=240, variants=variants)
+    results = run(train_everywhere, n=n, timeout=240, variants=variants, steps=20 if n == 2 else STEPS)
     assert_all_equal(results)
     start = tiny_llama(dtype=torch.bfloat16).state_dict()
     assert all(not torch.equal(start[k], v) for k, v in results[0]["stage 0"].items() if k in start)
@@ -77,7 +78,7 @@ def test_every_partition_gives_the_same_bits_on_eight_ranks() -> None:
 @pytest.mark.parametrize("n", [2, 4])
 def test_no_sync_gives_the_same_bits_at_every_partition(n: int) -> None:
     variants = {name: {"partition": partition} for name, partition in partitions(n).items()}
-    assert_all_equal(run(train_everywhere, n=n, timeout=240, variants=variants, steps=6, no_sync=True))
+    assert_all_equal(run(train_everywhere, n=n, timeout=240, variants=variants, steps=4, no_sync=True))
 
 
 def test_prefetch_and_units_do_not_change_the_bits() -> None:
@@ -93,4 +94,4 @@ def test_prefetch_and_units_do_not_change_the_bits() -> None:
 
 def test_full_precision_gives_the_same_bits() -> None:
     variants = {name: {"partition": partition} for name, partition in partitions(4).items()}
-    assert_all_equal(run(train_everywhere, n=4, timeout=240, variants=variants, steps=5, precision=Precision.full()))
+    assert_all_equal(run(train_everywhere, n=4, timeout=240, variants=variants, steps=3, precision=Precision.full()))

@@ -5,11 +5,17 @@ Time is CPU time of the process, which a busy machine changes little; of several
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
 from models import ALIGN, padded_sizes
 from ranks import run
+from torch import nn
 
+import zerostage
 from bench import scaling, task
+from zerostage.engine import engine_of
 
 #: 2M parameters: padding may be a part of that here, since it is counted to the byte.
 SHAPE = dict(
@@ -86,3 +92,28 @@ def test_a_unit_costs_the_same_among_many() -> None:
     for few, many in run(per_unit, n=2, timeout=100):
         assert few > 0
         assert many < 2 * few, (few, many)
+
+
+def step_seconds(rank: int, n: int, units: int) -> float:
+    """Python time of a step whose tensors are too small to matter, per unit."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(units)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zerostage.shard(model, optimizer, stage=3)
+    assert len(engine_of(model).units) == units
+    x = torch.ones(1, 4)
+    times = []
+    for _ in range(12):
+        started = time.process_time()
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.process_time() - started)
+    return sorted(times)[2] / units  # a low quantile: other work on the machine only adds
+
+
+def test_the_cost_per_unit_does_not_grow() -> None:
+    few, some, many = (run(step_seconds, n=1, units=units)[0] for units in (4, 32, 128))
+    assert many < 2 * some and many < 2 * few, (few, some, many)
+    few, some, many = (max(run(step_seconds, n=2, units=units)) for units in (4, 32, 128))
+    # over gloo two more threads share the clock of the process
+    assert many < 2 * some and many < 2 * few, (few, some, many)

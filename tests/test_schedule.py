@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +15,15 @@ from ranks import run
 from torch import nn
 
 import zerostage
-from zerostage import notes
+from zerostage import collectives, notes
 from zerostage.engine import engine_of
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Ranks compare notes, and are called deadlocked, sooner than they would be in a real run (after 3 and 10 s)."""
+    with patch.object(notes, "STALL", 0.5), patch.object(collectives, "STALL", 0.5), patch.object(notes, "DEADLOCK", 2.0):
+        yield
 
 
 def watch(model: nn.Module) -> list[tuple[str, str]]:
@@ -179,7 +188,7 @@ def crossed(rank: int, n: int, stage: int) -> str:
     with pytest.raises(zerostage.OrderError, match="rank 0 ran 'blocks.0', rank 1 ran 'blocks.1'"):
         optimizer.step()
     started = time.monotonic()
-    with pytest.raises(zerostage.OrderError) as caught:
+    with impatient(), pytest.raises(zerostage.OrderError) as caught:
         ordered(rank, n, [[[0, 1, 2, 3], [0, 2, 1, 3]]] * 2, stage=stage)
     assert time.monotonic() - started < 10
     return str(caught.value)
@@ -195,8 +204,7 @@ def one_rank_forgets(rank: int, n: int, what: str) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zerostage.shard(model, optimizer, stage=3, units=[nn.Linear])
     x = torch.ones(2, 8)
-    # sooner than the 10 s after which it is certain in a real run
-    with patch.object(notes, "DEADLOCK", 4.0), pytest.raises((zerostage.OrderError, RuntimeError)) as caught:
+    with impatient(), pytest.raises((zerostage.OrderError, RuntimeError)) as caught:
         for step in range(3):
             model(x).sum().backward()
             if what == "clip" and not (rank == 1 and step == 1):
@@ -303,38 +311,13 @@ def test_weights_used_outside_their_module_are_gathered_for_the_forward_and_its_
                 assert torch.allclose(state[name], value, atol=1e-6, rtol=0), (stage, name)
 
 
-def step_seconds(rank: int, n: int, units: int) -> float:
-    """Python time of a step whose tensors are too small to matter, per unit."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(units)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zerostage.shard(model, optimizer, stage=3)
-    assert len(engine_of(model).units) == units
-    x = torch.ones(1, 4)
-    times = []
-    for _ in range(12):
-        started = time.process_time()
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.process_time() - started)
-    return sorted(times)[2] / units  # a low quantile: other work on the machine only adds
-
-
-def test_the_cost_per_unit_does_not_grow() -> None:
-    few, some, many = (run(step_seconds, n=1, units=units)[0] for units in (4, 32, 128))
-    assert many < 2 * some and many < 2 * few, (few, some, many)
-    few, some, many = (max(run(step_seconds, n=2, units=units)) for units in (4, 32, 128))
-    # over gloo two more threads share the clock of the process
-    assert many < 2 * some and many < 2 * few, (few, some, many)
-
-
 def two_models(rank: int, n: int) -> str:
     models = [mlp(8, 16, 4) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for model, optimizer in zip(models, optimizers):
         zerostage.shard(model, optimizer, stage=2)
         model(torch.ones(2, 8)).sum().backward()
-    with pytest.raises((zerostage.OrderError, RuntimeError)) as caught:
+    with impatient(), pytest.raises((zerostage.OrderError, RuntimeError)) as caught:
         for optimizer in optimizers if rank == 0 else optimizers[::-1]:
             optimizer.step()
     return str(caught.value)

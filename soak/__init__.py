@@ -1,0 +1,1 @@
+"""Kill runs and damage checkpoints, many times: `python -m soak`."""

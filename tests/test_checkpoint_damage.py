@@ -7,7 +7,6 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,8 +23,9 @@ from ranks import Failure, run
 from torch import nn
 
 import zerostage
+from soak.damage import KINDS, damage
 from zerostage import Partition, notes
-from zerostage.checkpoint import folder, saving, stored, writing
+from zerostage.checkpoint import folder, stored, writing
 from zerostage.engine import engine_of
 
 
@@ -155,7 +155,7 @@ def frugal(rank: int, n: int, path: str) -> Any:
     optimizer.zero_grad()
     unit = max(unit.nbytes for unit in engine_of(model).units) * 2  # its fp32 terms
     zerostage.save(f"{path}/warm", model, optimizer)
-    with recorded() as writing:
+    with recorded() as saved:
         nbytes = zerostage.save(f"{path}/c", model, optimizer).bytes
     before = bytes_read()
     zerostage.load(f"{path}/warm", model, optimizer)  # once, so that what is made for good is there
@@ -163,14 +163,14 @@ def frugal(rank: int, n: int, path: str) -> Any:
     with recorded() as loading:
         zerostage.load(f"{path}/c", model, optimizer)
     # the new states stay; that the old ones go, which were there before, the recording does not see
-    return nbytes, read, writing.peak, loading.peak - loading.net, unit
+    return nbytes, read, saved.peak, loading.peak - loading.net, unit
 
 
 def test_H9_each_rank_reads_its_own_and_memory_is_bounded_by_one_unit(tmp_path: Path) -> None:
-    for nbytes, read, writing, loading, unit in run(frugal, n=4, path=str(tmp_path), timeout=90):
+    for nbytes, read, written, loading, unit in run(frugal, n=4, path=str(tmp_path), timeout=90):
         # its own quarter, and its share of the checksums: one of four files, and the small ones
         assert 2 * nbytes / 4 < read + 100_000 and read < 2 * nbytes / 4 + 200_000, (nbytes, read)
-        assert writing <= unit / 4 + 200_000 and loading <= unit + 200_000, (writing, loading, unit)
+        assert written <= unit / 4 + 200_000 and loading <= unit + 200_000, (written, loading, unit)
 
 
 def often(rank: int, n: int, path: str) -> Any:
@@ -199,41 +199,13 @@ def three(rank: int, n: int, path: str) -> None:
         zerostage.close(model)
 
 
-def damage(checkpoint: Path, older: Path, kind: str, chance: random.Random) -> set[str]:
-    """Damage a checkpoint and return the names of the files of which one must be named."""
-    files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
-    file = chance.choice(files)
-    content = bytearray(file.read_bytes())
-    names = {file.name}
-    if kind == "truncate":
-        file.write_bytes(content[: chance.randrange(len(content))])
-    elif kind == "flip":
-        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-        file.write_bytes(content)
-    elif kind == "delete":
-        file.unlink()
-    elif kind == "swap":
-        one, other = chance.sample([file for file in files if file.suffix == ".distcp"], 2)
-        held = one.read_bytes()
-        one.write_bytes(other.read_bytes())
-        other.write_bytes(held)
-        names = {one.name, other.name}
-    else:
-        names = [".metadata", "index.json", "manifest.json", "SHA256SUMS", "__0_0.distcp"]
-        name = chance.choice([name for name in names if (older / name).read_bytes() != (checkpoint / name).read_bytes()])
-        shutil.copy(older / name, checkpoint / name)
-        names = {name}
-    # a list of checksums that is damaged accuses the file whose line it was
-    return names | {file.name for file in files} if "SHA256SUMS" in names else names
-
-
 def test_damage_of_every_kind_is_named_and_not_loaded(tmp_path: Path, caplog: Any) -> None:
     run(three, n=3, path=str(tmp_path))
     assert stored.verify(tmp_path / "new") == []
     model, optimizer = build(Partition.from_stage(0, 1))
     for number in range(40):
         chance = random.Random(number)
-        kind = ("truncate", "flip", "delete", "swap", "older")[number % 5]
+        kind = KINDS[number % len(KINDS)]
         with tempfile.TemporaryDirectory() as scratch:
             shutil.copytree(tmp_path, scratch, dirs_exist_ok=True)
             names = damage(Path(scratch, "new"), Path(scratch, "old"), kind, chance)

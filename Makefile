@@ -24,7 +24,7 @@ endif
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench $(BENCH)
 
-# Kill runs 210 times and damage checkpoints 200 times, about 25 minutes: a table of what came of it, and runs/soak.json.
+# Kill runs 210 times and damage checkpoints 200 times, about 15 minutes: a table of what came of it, and runs/soak.json.
 soak: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m soak $(SOAK)
 

@@ -45,6 +45,8 @@ MOST_RANKS = 8
 GRACE = 3.0
 #: Seconds that a rank gets to leave its process group after it has reported.
 LEAVE = 5.0
+#: Seconds within which the death of a process is noticed.
+NOTICED = 0.5
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _PRELOAD = ["torch", "torch.distributed.fsdp", "pytest", "transformers.models.llama.modeling_llama"]
 
@@ -214,7 +216,8 @@ class _Pool:
         except BaseException:
             self.drop(list(range(n)))
             raise
-        failures = sorted((e for e in ended if isinstance(e, Failure)), key=lambda f: f.seconds)
+        # Its peers may raise for the connection that a dying process closes before its death is noticed here.
+        failures = sorted((e for e in ended if isinstance(e, Failure)), key=lambda f: f.seconds - (f.kind == "Died") * NOTICED)
         hung = any(f.kind in ("Timeout", "Died", "Unfinished") for f in failures)
         failed = [f for f in failures if not expect_failure or f.kind == "Timeout"]
         output = "\n".join(text for rank in ranks if (text := _tail(rank))) if failed else ""

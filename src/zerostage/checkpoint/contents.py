@@ -24,6 +24,17 @@ from zerostage.engine import Engine
 from zerostage.flat import Flat
 
 
+def check_ready(engine: Engine, optimizer: Any, call: str) -> None:
+    """Raise where the model's weights are not its own or not in their places, or `optimizer` is not that of the model."""
+    if optimizer is not None and (engine.driver is None or engine.driver.optimizer is not optimizer):
+        raise ValueError(f"{call}: this optimizer is not the one that was sharded with the model")
+    engine.schedule.refuse_averaged(call)
+    engine.check_places()
+    for unit in engine.units:
+        if unit.pinned:
+            raise RuntimeError(f"{call} within `gathered` of {unit.name}: leave the block before")
+
+
 def given(value: Any) -> Any:
     return value
 

@@ -101,11 +101,16 @@ def _layout(data: io.IOBase) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
         return None
     if (first + math.prod(shape)) * dtype.itemsize > entry.file_size:
         return None
+    return first_byte(data, entry) + first * dtype.itemsize, dtype, tuple(shape)
+
+
+def first_byte(data: io.IOBase, entry: zipfile.ZipInfo) -> int:
+    """Where, in a zip archive, the bytes of a member begin that is stored without compression."""
     data.seek(entry.header_offset)
-    header = data.read(30)  # of a zip archive's member; its last two numbers are the lengths of what follows it
+    header = data.read(30)  # its last two numbers are the lengths of what follows it
     if header[:4] != b"PK\x03\x04":
         raise zipfile.BadZipFile("a header is missing")
-    return entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:])) + first * dtype.itemsize, dtype, tuple(shape)
+    return entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
 
 
 def _contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from zerostage.autograd import not_compiled
 from zerostage.checkpoint import folder
-from zerostage.checkpoint.contents import not_persistent
+from zerostage.checkpoint.contents import check_ready, not_persistent
 from zerostage.checkpoint.damage import DamagedError
 from zerostage.checkpoint.opening import is_source, open_source
 from zerostage.checkpoint.source import AVERAGE, MASTER, WEIGHTS, Piece, Source, Stored
@@ -54,15 +54,9 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
     for one of another shape, or groups that do not fit; then nothing has changed, on any rank.
     """
     engine = require(model)
-    if optimizer is not None and (engine.driver is None or engine.driver.optimizer is not optimizer):
-        raise ValueError("zerostage.load: this optimizer is not the one that was sharded with the model")
     if engine.saving is not None:
         engine.saving.wait()
-    engine.schedule.refuse_averaged("zerostage.load")
-    engine.check_places()
-    for unit in engine.units:
-        if unit.pinned:
-            raise RuntimeError(f"zerostage.load within `gathered` of {unit.name}: leave the block before")
+    check_ready(engine, optimizer, "zerostage.load")
     regroup(engine)
     source = _open(Path(path).absolute(), engine.world)
     groups = _together(engine.world, lambda: _match(engine, source, optimizer, strict))

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from zerostage.autograd import not_compiled
 from zerostage.checkpoint import folder
-from zerostage.checkpoint.contents import collect, given
+from zerostage.checkpoint.contents import check_ready, collect, given
 from zerostage.checkpoint.writing import Item, write_items
 from zerostage.collectives import World
 from zerostage.engine import Engine, require
@@ -103,18 +103,17 @@ def save(
     path = Path(path).absolute()
     if engine.saving is not None:
         engine.saving.wait()
-    _check(engine, optimizer, extra, keep_last)
+    _check(engine, optimizer, keep_last)
     items, index, described = collect(engine, optimizer is not None, extra)
     size = sum(item.nbytes + OVERHEAD for item in items) + (INDEX_ROW * len(index["parameters"]) if engine.world.rank == 0 else 0)
     needed = sum(engine.world.collect_objects(size, f"zerostage.save({path.name})"))
-    with_rank_0 = partial(_on_rank_0, engine, f"zerostage.save({path.name})")
 
     def prepare() -> Path:
         partial_ = folder.prepare(path, needed)
         _save_assets(partial_, engine.model, beside)
         return partial_
 
-    hidden = with_rank_0(prepare)
+    hidden = _on_rank_0(engine, f"zerostage.save({path.name})", prepare)
     _check_shared(engine, hidden)
     if asynchronous:
         for item in items:
@@ -135,20 +134,14 @@ def save(
     return saving
 
 
-def _check(engine: Engine, optimizer: Any, extra: Any, keep_last: int) -> None:
+def _check(engine: Engine, optimizer: Any, keep_last: int) -> None:
     if engine.world.alone:
         raise RuntimeError("zerostage.save: the 'fake' process group has no other ranks that would write their parts")
-    if optimizer is not None and (engine.driver is None or engine.driver.optimizer is not optimizer):
-        raise ValueError("zerostage.save: this optimizer is not the one that was sharded with the model")
     if not isinstance(keep_last, int) or keep_last < 0:
         raise ValueError(f"zerostage.save: keep_last is {keep_last!r}; it must be a whole number of checkpoints, or 0 to keep all")
     if engine.missing:
         raise RuntimeError(f"'{min(engine.missing)}' has no values to save yet: call zerostage.load_weights(model, folder) first")
-    engine.schedule.refuse_averaged("zerostage.save")
-    engine.check_places()
-    for unit in engine.units:
-        if unit.pinned:
-            raise RuntimeError(f"zerostage.save within `gathered` of {unit.name}: leave the block before")
+    check_ready(engine, optimizer, "zerostage.save")
 
 
 def _save_assets(partial_: Path, model: nn.Module, beside: Sequence[Any]) -> None:

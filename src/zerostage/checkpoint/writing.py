@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from zerostage.checkpoint.dcp_item import Part, first_byte
+
 
 @dataclass
 class Item:
@@ -100,41 +102,14 @@ class Writer(dcp.FileSystemWriter):
 def _payload(file: io.BufferedRandom, begin: int, nbytes: int) -> int:
     """Where, in `file`, the bytes of the tensor lie that torch.save has just written from `begin` on."""
     end = file.tell()
-    with zipfile.ZipFile(_View(file, begin, end)) as archive:
+    part = Part(file, begin, end - begin)
+    with zipfile.ZipFile(part) as archive:
         entry = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes:
         raise OSError(f"torch.save wrote {entry.file_size} bytes, compressed or not of this tensor of {nbytes} bytes")
-    file.seek(begin + entry.header_offset + 26)
-    name, more = (int.from_bytes(file.read(2), "little") for _ in range(2))
+    first = begin + first_byte(part, entry)
     file.seek(end)
-    return begin + entry.header_offset + 30 + name + more
-
-
-class _View(io.RawIOBase):
-    """Bytes [begin, end) of a file, as a file."""
-
-    def __init__(self, file: Any, begin: int, end: int) -> None:
-        self.file, self.begin, self.end, self.place = file, begin, end, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.place
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self.place = offset + (0, self.place, self.end - self.begin)[whence]
-        return self.place
-
-    def readinto(self, buffer: Any) -> int:
-        self.file.seek(self.begin + self.place)
-        found = self.file.read(min(len(buffer), max(0, self.end - self.begin - self.place)))
-        buffer[: len(found)] = found
-        self.place += len(found)
-        return len(found)
+    return first
 
 
 def write_items(folder: Path, items: Sequence[Item], group: Any) -> Writer:
